@@ -1,0 +1,1 @@
+"""The embedded engine: a continuous-batching torch engine for CPU and CUDA."""

@@ -1,0 +1,1 @@
+"""Model architectures, written against `local_engine.models.base`."""
