@@ -1,0 +1,1 @@
+"""The regional gateway: decides where each request prefills and relays it."""

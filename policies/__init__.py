@@ -1,0 +1,1 @@
+"""Routing policies, the same objects live and simulated."""

@@ -1,0 +1,1 @@
+"""Shared contracts of prfaas: everything the gateway, the agents and the engines agree on."""

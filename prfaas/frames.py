@@ -1,0 +1,191 @@
+"""Wire frames v1: parse, serialize, check, print; no I/O.
+
+A gRPC message on a data stream is one or more whole frames, one after another. A frame is a 64-byte header and a payload.
+Every size is checked before memory is taken, and the header has its own crc, so a flipped bit anywhere is found.
+Layout of the header, little endian (docs/protocol.md has the table):
+
+    magic "PF" | version u8 | type u8 | flags u16 | codec u8 | group u8 | session u64 | epoch u32 | chunk u32
+    layer_start u16 | layer_end u16 | token_start u32 | token_end u32 | head_start u16 | head_end u16
+    raw_bytes u64 | wire_bytes u64 | payload_crc u32 | header_crc u32 (over everything before it)
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import google_crc32c
+
+from prfaas.errors import CorruptKv, ProtocolError
+
+WIRE_MAJOR = 1
+WIRE_MINOR = 0
+_HEADER = struct.Struct("<2sBBHBBQIIHHIIHHQQI")
+_CRC = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CRC.size
+MAGIC = b"PF"
+OPTIONAL_TYPE_BIT = 0x80
+"""Unknown frame types with this bit are skipped; unknown types without it are refused."""
+
+
+class FrameType(enum.IntEnum):
+    """What a frame is. Up: OPEN, ACK, CANCEL. Down: ACCEPT, KV, SEAL, ERROR."""
+
+    OPEN = 1
+    ACCEPT = 2
+    KV = 3
+    SEAL = 4
+    ERROR = 5
+    ACK = 6
+    CANCEL = 7
+
+
+class FrameFlag(enum.IntFlag):
+    """Hints on KV frames."""
+
+    NONE = 0
+    APP_LIMITED = 1
+    """The send queue was empty before this frame: its timing says nothing about the link."""
+    CACHED = 2
+    """Read from the sender's prefix cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """Sizes above which a frame is refused before memory is taken."""
+
+    max_payload_bytes: int = 64 << 20
+    max_control_bytes: int = 16 << 20
+
+
+DEFAULT_FRAME_LIMITS = FrameLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One wire unit; `payload` is what is on the wire (encoded), `raw_bytes` its decoded size."""
+
+    type: FrameType
+    session: int
+    epoch: int = 0
+    flags: FrameFlag = FrameFlag.NONE
+    codec: int = 0
+    group: int = 0
+    chunk: int = 0
+    layer_start: int = 0
+    layer_end: int = 0
+    token_start: int = 0
+    token_end: int = 0
+    head_start: int = 0
+    head_end: int = 0
+    raw_bytes: int = 0
+    payload: bytes | memoryview = b""
+
+    def __str__(self) -> str:
+        text = f"<{self.type.name} s={self.session:x} e={self.epoch}"
+        if self.type is FrameType.KV:
+            text += (
+                f" c={self.chunk} g={self.group} L[{self.layer_start},{self.layer_end})"
+                f" t[{self.token_start},{self.token_end}) h[{self.head_start},{self.head_end})"
+                f" codec={self.codec} {len(self.payload)}/{self.raw_bytes}B"
+            )
+        else:
+            text += f" {len(self.payload)}B"
+        return text + ">"
+
+    def serialize(self) -> bytes:
+        """Header and payload as one `bytes` (gRPC takes nothing else)."""
+        head = _HEADER.pack(
+            MAGIC, WIRE_MAJOR, self.type, self.flags, self.codec, self.group, self.session, self.epoch, self.chunk,
+            self.layer_start, self.layer_end, self.token_start, self.token_end, self.head_start, self.head_end,
+            self.raw_bytes, len(self.payload), google_crc32c.value(bytes(self.payload)),
+        )  # fmt: skip
+        return b"".join((head, _CRC.pack(google_crc32c.value(head)), self.payload))
+
+    def check(self, limits: FrameLimits = DEFAULT_FRAME_LIMITS) -> None:
+        """Raise ProtocolError where fields contradict each other; run before send and after receive."""
+        if self.type is not FrameType.KV:
+            if len(self.payload) > limits.max_control_bytes:
+                raise ProtocolError(f"{self}: control payload too large")
+            return
+        if (
+            len(self.payload) > limits.max_payload_bytes
+            or self.raw_bytes > limits.max_payload_bytes
+        ):
+            raise ProtocolError(f"{self}: payload too large")
+        for name, low, high in (
+            ("layers", self.layer_start, self.layer_end),
+            ("tokens", self.token_start, self.token_end),
+            ("heads", self.head_start, self.head_end),
+        ):
+            if low >= high:
+                raise ProtocolError(f"{self}: empty range of {name}")
+
+
+def parse(
+    data: bytes | memoryview, limits: FrameLimits = DEFAULT_FRAME_LIMITS
+) -> tuple[Frame | None, int]:
+    """First frame of `data` and the bytes it took; the frame is None for a skippable unknown type.
+
+    Raises ProtocolError (not a frame, unknown version or type, sizes over `limits`, truncated) or CorruptKv (crc).
+    The payload is a view into `data`, not a copy.
+    """
+    view = memoryview(data)
+    if len(view) < HEADER_BYTES:
+        raise ProtocolError(f"truncated frame header: {len(view)} of {HEADER_BYTES} bytes")
+    if bytes(view[:2]) != MAGIC:
+        raise ProtocolError(f"not a frame: starts with {bytes(view[:2])!r}")
+    (header_crc,) = _CRC.unpack_from(view, _HEADER.size)
+    if google_crc32c.value(bytes(view[: _HEADER.size])) != header_crc:
+        raise CorruptKv("frame header crc mismatch")
+    (
+        _, version, type_, flags, codec, group, session, epoch, chunk, layer_start, layer_end, token_start, token_end,
+        head_start, head_end, raw_bytes, wire_bytes, payload_crc,
+    ) = _HEADER.unpack_from(view)  # fmt: skip
+    if version != WIRE_MAJOR:
+        raise ProtocolError(
+            f"wire version {version} is not supported (this side speaks {WIRE_MAJOR})"
+        )
+    limit = limits.max_payload_bytes if type_ == FrameType.KV else limits.max_control_bytes
+    if wire_bytes > limit or raw_bytes > limits.max_payload_bytes:
+        raise ProtocolError(
+            f"frame claims {wire_bytes} wire and {raw_bytes} raw bytes; limit {limit}"
+        )
+    end = HEADER_BYTES + wire_bytes
+    if len(view) < end:
+        raise ProtocolError(f"truncated frame payload: {len(view) - HEADER_BYTES} of {wire_bytes}")
+    try:
+        known = FrameType(type_)
+    except ValueError:
+        if type_ & OPTIONAL_TYPE_BIT:
+            return None, end
+        raise ProtocolError(f"unknown frame type {type_}") from None
+    payload = view[HEADER_BYTES:end]
+    frame = Frame(
+        type=known, session=session, epoch=epoch, flags=FrameFlag(flags), codec=codec, group=group, chunk=chunk,
+        layer_start=layer_start, layer_end=layer_end, token_start=token_start, token_end=token_end,
+        head_start=head_start, head_end=head_end, raw_bytes=raw_bytes, payload=payload,
+    )  # fmt: skip
+    if google_crc32c.value(bytes(payload)) != payload_crc:
+        raise CorruptKv(f"{frame}: payload crc mismatch")
+    frame.check(limits)
+    return frame, end
+
+
+def parse_all(
+    data: bytes | memoryview, limits: FrameLimits = DEFAULT_FRAME_LIMITS
+) -> Iterator[Frame]:
+    """All frames of one gRPC message, unknown skippable ones left out."""
+    view = memoryview(data)
+    while len(view):
+        frame, used = parse(view, limits)
+        if frame is not None:
+            yield frame
+        view = view[used:]
+
+
+def with_flag(frame: Frame, flag: FrameFlag) -> Frame:
+    """The same frame with one more flag."""
+    return replace(frame, flags=frame.flags | flag)

@@ -1,0 +1,46 @@
+"""Block hash chain: names of KV blocks that are the same in every process and differ by salt.
+
+A block's hash covers its tokens and everything before them, so equal hashes mean equal prefixes.
+The salt is mixed in at the root: two tenants never share a hash (cases 7 and 32).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+import numpy as np
+
+BlockHash = bytes
+HASH_BYTES = 16
+
+
+def root_hash(salt: str) -> BlockHash:
+    """The parent of the first block under `salt` (empty string: no salt)."""
+    return hashlib.blake2b(salt.encode(), digest_size=HASH_BYTES, person=b"prfaas-kv-root").digest()
+
+
+def block_hash(parent: BlockHash, tokens: Sequence[int] | np.ndarray) -> BlockHash:
+    """Hash of one block of token ids after `parent`; ids are hashed as little-endian uint32."""
+    data = np.asarray(tokens, dtype="<u4").tobytes()
+    return hashlib.blake2b(data, digest_size=HASH_BYTES, key=parent).digest()
+
+
+def block_chain(tokens: Sequence[int], block_tokens: int, salt: str = "") -> list[BlockHash]:
+    """Hashes of all whole blocks of `tokens`, in order; the partial last block has none."""
+    ids = np.asarray(tokens, dtype="<u4")
+    parent = root_hash(salt)
+    chain: list[BlockHash] = []
+    for start in range(0, len(ids) - block_tokens + 1, block_tokens):
+        parent = block_hash(parent, ids[start : start + block_tokens])
+        chain.append(parent)
+    return chain
+
+
+def cache_salt(secret: bytes, tenant: str, client_salt: str) -> str:
+    """The salt of a request: an HMAC, so a client cannot name another tenant's salt."""
+    if not tenant and not client_salt:
+        return ""
+    message = f"{tenant}|{client_salt}".encode()
+    return hmac.new(secret, message, hashlib.sha256).hexdigest()[:32]

@@ -1,0 +1,63 @@
+"""Every wait and every queue of prfaas on one page. README has the table; a test holds the two together."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Limits(BaseModel):
+    """Bounds of one process. Times in seconds, sizes in bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_body_bytes: int = Field(8 << 20, gt=0, description="Largest HTTP request body.")
+    max_prompt_tokens: int = Field(131072, gt=0, description="Longest prompt any process accepts.")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="One request from first byte to last."
+    )
+    gateway_max_in_flight: int = Field(
+        1024, gt=0, description="Requests a gateway holds at once; more get 503."
+    )
+    engine_max_waiting: int = Field(
+        256, gt=0, description="Requests waiting in an engine; more get 503."
+    )
+    engine_event_queue: int = Field(1024, gt=0, description="Tokens buffered for one slow client.")
+    slow_client_timeout_s: float = Field(
+        30.0, gt=0, description="A client that reads nothing for so long is dropped."
+    )
+    connect_timeout_s: float = Field(3.0, gt=0, description="Phase `connect` of a remote prefill.")
+    first_frame_timeout_s: float = Field(
+        60.0, gt=0, description="Phase `first_frame`: accept to first KV."
+    )
+    progress_timeout_s: float = Field(15.0, gt=0, description="Longest silence within a transfer.")
+    transfer_timeout_s: float = Field(300.0, gt=0, description="One remote prefill in all.")
+    control_timeout_s: float = Field(5.0, gt=0, description="One control RPC.")
+    lease_s: float = Field(
+        30.0, gt=0, description="P drops a session whose D is silent for so long."
+    )
+    agent_max_sessions: int = Field(
+        256, gt=0, description="Sessions an agent holds at once; more are refused."
+    )
+    prefill_queue_sessions: int = Field(
+        64, gt=0, description="Sessions waiting for retention at P; more are refused."
+    )
+    port_send_queue: int = Field(
+        4096, gt=0, description="Messages queued on one side of KvPort before it is cut."
+    )
+    watch_interval_s: float = Field(
+        0.25, gt=0, le=0.5, description="Longest time between two Watch events."
+    )
+    watch_stale_s: float = Field(
+        2.0, gt=0, description="Telemetry older than this counts as unknown."
+    )
+    outcome_history: int = Field(
+        1000, gt=0, description="Finished requests a gateway remembers for inspection."
+    )
+    drain_timeout_s: float = Field(
+        30.0, gt=0, description="From SIGTERM to cancelling what still runs."
+    )
+    fallback_budget_tokens: int = Field(
+        16384,
+        ge=0,
+        description="Uncached tokens of unfinished offloads that may still fall back to D.",
+    )

@@ -1,0 +1,1 @@
+"""Generated stubs of rpc v1; regenerate with `make proto`."""

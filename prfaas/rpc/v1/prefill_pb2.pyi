@@ -1,0 +1,356 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class FrameBytes(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LayerGroup(_message.Message):
+    __slots__ = ("kind", "layers", "kv_heads", "head_dim", "dtype")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    KV_HEADS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    def __init__(self, kind: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+
+class Fingerprint(_message.Message):
+    __slots__ = ("wire_major", "model_identity", "config_digest", "tokenizer_digest", "adapters", "groups")
+    WIRE_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    MODEL_IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    wire_major: int
+    model_identity: str
+    config_digest: str
+    tokenizer_digest: str
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    groups: _containers.RepeatedCompositeFieldContainer[LayerGroup]
+    def __init__(self, wire_major: _Optional[int] = ..., model_identity: _Optional[str] = ..., config_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ...) -> None: ...
+
+class HandshakeRequest(_message.Message):
+    __slots__ = ("client", "model", "wire_major", "wire_minor", "features", "fingerprint", "codecs")
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WIRE_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    WIRE_MINOR_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    client: str
+    model: str
+    wire_major: int
+    wire_minor: int
+    features: int
+    fingerprint: Fingerprint
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, client: _Optional[str] = ..., model: _Optional[str] = ..., wire_major: _Optional[int] = ..., wire_minor: _Optional[int] = ..., features: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class HandshakeReply(_message.Message):
+    __slots__ = ("server", "model", "wire_major", "wire_minor", "features", "fingerprint", "codecs", "chunk_tokens", "max_tokens", "instance", "engine_epoch", "paced")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    WIRE_MAJOR_FIELD_NUMBER: _ClassVar[int]
+    WIRE_MINOR_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PACED_FIELD_NUMBER: _ClassVar[int]
+    server: str
+    model: str
+    wire_major: int
+    wire_minor: int
+    features: int
+    fingerprint: Fingerprint
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    chunk_tokens: int
+    max_tokens: int
+    instance: str
+    engine_epoch: str
+    paced: bool
+    def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., wire_major: _Optional[int] = ..., wire_minor: _Optional[int] = ..., features: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ..., chunk_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., instance: _Optional[str] = ..., engine_epoch: _Optional[str] = ..., paced: bool = ...) -> None: ...
+
+class SessionOpen(_message.Message):
+    __slots__ = ("transfer_id", "model", "tokens", "send_from", "salt", "use_cache", "quality", "codecs", "deadline_s", "lease_s", "hold_until_sealed", "engine_epoch")
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEND_FROM_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    USE_CACHE_FIELD_NUMBER: _ClassVar[int]
+    QUALITY_FIELD_NUMBER: _ClassVar[int]
+    CODECS_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
+    HOLD_UNTIL_SEALED_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    model: str
+    tokens: bytes
+    send_from: int
+    salt: str
+    use_cache: bool
+    quality: str
+    codecs: _containers.RepeatedScalarFieldContainer[str]
+    deadline_s: float
+    lease_s: float
+    hold_until_sealed: bool
+    engine_epoch: str
+    def __init__(self, transfer_id: _Optional[str] = ..., model: _Optional[str] = ..., tokens: _Optional[bytes] = ..., send_from: _Optional[int] = ..., salt: _Optional[str] = ..., use_cache: bool = ..., quality: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., hold_until_sealed: bool = ..., engine_epoch: _Optional[str] = ...) -> None: ...
+
+class SessionAccept(_message.Message):
+    __slots__ = ("chunk_tokens", "queue_position", "retained_bytes")
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    chunk_tokens: int
+    queue_position: int
+    retained_bytes: int
+    def __init__(self, chunk_tokens: _Optional[int] = ..., queue_position: _Optional[int] = ..., retained_bytes: _Optional[int] = ...) -> None: ...
+
+class SessionSeal(_message.Message):
+    __slots__ = ("frames", "raw_bytes", "wire_bytes", "root_digest", "cached_tokens", "computed_tokens", "queue_s", "compute_s", "wire_bytes_before_last_layer")
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROOT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_BEFORE_LAST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    raw_bytes: int
+    wire_bytes: int
+    root_digest: bytes
+    cached_tokens: int
+    computed_tokens: int
+    queue_s: float
+    compute_s: float
+    wire_bytes_before_last_layer: int
+    def __init__(self, frames: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., root_digest: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., wire_bytes_before_last_layer: _Optional[int] = ...) -> None: ...
+
+class ErrorDetail(_message.Message):
+    __slots__ = ("kind", "message", "field", "phase", "retry_after_s")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    FIELD_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    message: str
+    field: str
+    phase: str
+    retry_after_s: float
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., phase: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+
+class SessionAck(_message.Message):
+    __slots__ = ("frames", "wire_bytes", "receive_bytes_per_s")
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RECEIVE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    frames: int
+    wire_bytes: int
+    receive_bytes_per_s: float
+    def __init__(self, frames: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., receive_bytes_per_s: _Optional[float] = ...) -> None: ...
+
+class CancelRequest(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sessions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CancelReply(_message.Message):
+    __slots__ = ("cancelled",)
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    cancelled: int
+    def __init__(self, cancelled: _Optional[int] = ...) -> None: ...
+
+class PingRequest(_message.Message):
+    __slots__ = ("probe_bytes",)
+    PROBE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    probe_bytes: int
+    def __init__(self, probe_bytes: _Optional[int] = ...) -> None: ...
+
+class PingReply(_message.Message):
+    __slots__ = ("padding", "last")
+    PADDING_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    padding: bytes
+    last: bool
+    def __init__(self, padding: _Optional[bytes] = ..., last: bool = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("gateway",)
+    GATEWAY_FIELD_NUMBER: _ClassVar[int]
+    gateway: str
+    def __init__(self, gateway: _Optional[str] = ...) -> None: ...
+
+class PrefillCurve(_message.Message):
+    __slots__ = ("base_s", "token_s", "token_context_s", "chunk_tokens")
+    BASE_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_CONTEXT_S_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    base_s: float
+    token_s: float
+    token_context_s: float
+    chunk_tokens: int
+    def __init__(self, base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., token_context_s: _Optional[float] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
+
+class EngineState(_message.Message):
+    __slots__ = ("name", "ready", "draining", "queue_tokens", "waiting", "running", "context_tokens", "free_blocks", "total_blocks", "decode_step_s", "curve", "model", "block_tokens", "token_bytes", "epoch", "paced", "free_staging_bytes", "free_retention_bytes", "roles")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    CURVE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PACED_FIELD_NUMBER: _ClassVar[int]
+    FREE_STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_RETENTION_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    ready: bool
+    draining: bool
+    queue_tokens: int
+    waiting: int
+    running: int
+    context_tokens: int
+    free_blocks: int
+    total_blocks: int
+    decode_step_s: float
+    curve: PrefillCurve
+    model: str
+    block_tokens: int
+    token_bytes: int
+    epoch: str
+    paced: bool
+    free_staging_bytes: int
+    free_retention_bytes: int
+    roles: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., ready: bool = ..., draining: bool = ..., queue_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., context_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., decode_step_s: _Optional[float] = ..., curve: _Optional[_Union[PrefillCurve, _Mapping]] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., token_bytes: _Optional[int] = ..., epoch: _Optional[str] = ..., paced: bool = ..., free_staging_bytes: _Optional[int] = ..., free_retention_bytes: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class KvIndexDelta(_message.Message):
+    __slots__ = ("engine", "epoch", "cleared", "stored", "removed")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CLEARED_FIELD_NUMBER: _ClassVar[int]
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    REMOVED_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    epoch: str
+    cleared: bool
+    stored: bytes
+    removed: bytes
+    def __init__(self, engine: _Optional[str] = ..., epoch: _Optional[str] = ..., cleared: bool = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
+
+class LinkSample(_message.Message):
+    __slots__ = ("peer", "instance", "link_class", "ready", "detail", "goodput_bytes_per_s", "rtt_s", "in_flight_bytes", "wire_ratio", "age_s", "sessions")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    LINK_CLASS_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    RTT_S_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_RATIO_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    instance: str
+    link_class: str
+    ready: bool
+    detail: str
+    goodput_bytes_per_s: float
+    rtt_s: float
+    in_flight_bytes: int
+    wire_ratio: float
+    age_s: float
+    sessions: int
+    def __init__(self, peer: _Optional[str] = ..., instance: _Optional[str] = ..., link_class: _Optional[str] = ..., ready: bool = ..., detail: _Optional[str] = ..., goodput_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., in_flight_bytes: _Optional[int] = ..., wire_ratio: _Optional[float] = ..., age_s: _Optional[float] = ..., sessions: _Optional[int] = ...) -> None: ...
+
+class OutcomeEvent(_message.Message):
+    __slots__ = ("transfer_id", "status", "reason", "peer", "instance", "have_tokens", "want_tokens", "received_tokens", "remote_cached_tokens", "raw_bytes", "wire_bytes", "hidden_wire_bytes", "phases", "tried")
+    class PhasesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    HAVE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WANT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PHASES_FIELD_NUMBER: _ClassVar[int]
+    TRIED_FIELD_NUMBER: _ClassVar[int]
+    transfer_id: str
+    status: str
+    reason: str
+    peer: str
+    instance: str
+    have_tokens: int
+    want_tokens: int
+    received_tokens: int
+    remote_cached_tokens: int
+    raw_bytes: int
+    wire_bytes: int
+    hidden_wire_bytes: int
+    phases: _containers.ScalarMap[str, float]
+    tried: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, transfer_id: _Optional[str] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., peer: _Optional[str] = ..., instance: _Optional[str] = ..., have_tokens: _Optional[int] = ..., want_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., remote_cached_tokens: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., hidden_wire_bytes: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., tried: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class WatchEvent(_message.Message):
+    __slots__ = ("seq", "full", "agent", "engines", "kv", "links", "outcomes", "started")
+    SEQ_FIELD_NUMBER: _ClassVar[int]
+    FULL_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    seq: int
+    full: bool
+    agent: str
+    engines: _containers.RepeatedCompositeFieldContainer[EngineState]
+    kv: _containers.RepeatedCompositeFieldContainer[KvIndexDelta]
+    links: _containers.RepeatedCompositeFieldContainer[LinkSample]
+    outcomes: _containers.RepeatedCompositeFieldContainer[OutcomeEvent]
+    started: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, seq: _Optional[int] = ..., full: bool = ..., agent: _Optional[str] = ..., engines: _Optional[_Iterable[_Union[EngineState, _Mapping]]] = ..., kv: _Optional[_Iterable[_Union[KvIndexDelta, _Mapping]]] = ..., links: _Optional[_Iterable[_Union[LinkSample, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[OutcomeEvent, _Mapping]]] = ..., started: _Optional[_Iterable[str]] = ...) -> None: ...

@@ -1,0 +1,277 @@
+"""All settings: one YAML file and environment (`PRFAAS_GATEWAY__PORT=9000`), strict and frozen.
+
+Each default is stated once, here. Unknown keys, wrong types and bad values are errors that name the key.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+from prfaas.errors import ConfigError
+from prfaas.limits import Limits
+
+CONFIG_VERSION = 1
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, unknown keys refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PolicySettings(Section):
+    """Which routing policy runs, and its parameters."""
+
+    name: str = Field("least_ttft", description="Registered policy name.")
+    min_uncached_tokens: int = Field(
+        64, ge=0, description="Fewer uncached tokens than this stay local without asking further."
+    )
+    threshold_tokens: int = Field(
+        2048,
+        ge=0,
+        description="Policy `length_threshold`: more uncached tokens than this go remote.",
+    )
+    remote_margin: float = Field(
+        0.05, ge=0, description="Remote must be faster than local by this share to be chosen."
+    )
+
+
+class EngineEndpoint(Section):
+    """A decode engine the gateway relays to, and its agent."""
+
+    name: str = Field(description="Unique engine name.")
+    url: str = Field(description="Base URL of its OpenAI server, `http://host:port`.")
+    agent: str | None = Field(
+        None, description="Watch address `host:port` of its agent; none: never offloads."
+    )
+
+
+class PeerEndpoint(Section):
+    """A prefill instance the gateway may choose; names match the agent's own configuration."""
+
+    peer: str = Field(description="Peer (prefill cluster) name.")
+    instance: str = Field(description="Instance name within the peer.")
+    watch: str = Field(description="Watch address `host:port` of the instance's agent.")
+    link_class: Literal["lan", "wan"] = Field("wan", description="Class of the link to it.")
+
+
+class GatewaySettings(Section):
+    """`prfaas gateway`."""
+
+    host: str = Field("127.0.0.1", description="Listen address.")
+    port: int = Field(8000, ge=0, le=65535, description="Listen port; 0 picks one.")
+    model: str = Field("default", description="Model name served to clients.")
+    tokenizer: Path | None = Field(
+        None,
+        description="Model directory or GGUF whose tokenizer and chat template estimate prompts.",
+    )
+    engines: tuple[EngineEndpoint, ...] = Field((), description="Decode engines.")
+    peers: tuple[PeerEndpoint, ...] = Field((), description="Prefill instances.")
+    policy: PolicySettings = Field(PolicySettings(), description="Routing policy.")
+    offload: bool = Field(
+        True, description="False: everything stays local, counted as `offload_off`."
+    )
+    on_failure: Literal["local", "reject"] = Field(
+        "local",
+        description="What D does when every planned instance failed, while the fallback budget lasts.",
+    )
+    transfer_key: SecretStr = Field(
+        SecretStr(""), description="Key shared with the agents that signs `kv_transfer_params`."
+    )
+    cache_secret: SecretStr = Field(
+        SecretStr(""), description="Key of the HMAC that makes cache salts."
+    )
+    trust_client_transfer_params: bool = Field(
+        False, description="Relay `kv_transfer_params` sent by clients instead of stripping them."
+    )
+    short_body_bytes: int = Field(
+        1024, ge=0, description="Bodies up to this size stay local without being tokenised."
+    )
+    tokenize_check_every: int = Field(
+        500,
+        ge=0,
+        description="Compare with the engine's /tokenize once every so many requests; 0: start only.",
+    )
+    transfer_ttl_s: float = Field(30.0, gt=0, description="Life of signed transfer parameters.")
+
+
+class EngineSettings(Section):
+    """`prfaas engine`: the embedded torch engine."""
+
+    host: str = Field("127.0.0.1", description="Listen address.")
+    port: int = Field(8001, ge=0, le=65535, description="Listen port; 0 picks one.")
+    model: Path | None = Field(None, description="Hugging Face directory or GGUF file.")
+    served_model_name: str = Field(
+        "", description="Name in the API; default: the directory's name."
+    )
+    model_identity: str = Field(
+        "", description="Identity for the fingerprint; default: computed digest."
+    )
+    device: str = Field("cpu", description="torch device.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "float32", description="Compute dtype."
+    )
+    kv_dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        "bfloat16", description="KV pool dtype."
+    )
+    threads: int = Field(0, ge=0, description="torch threads; 0: torch's default.")
+    block_tokens: int = Field(16, ge=1, le=1024, description="Tokens of one KV block.")
+    kv_blocks: int = Field(0, ge=0, description="Blocks in the pool; 0: from kv_memory_bytes.")
+    kv_memory_bytes: int = Field(512 << 20, gt=0, description="Size of the KV pool.")
+    chunk_tokens: int = Field(
+        256, ge=1, description="Prefill chunk; chunks lie on an absolute grid."
+    )
+    max_batch: int = Field(32, ge=1, description="Sequences in one decode step.")
+    max_context: int = Field(0, ge=0, description="Longest context; 0: the model's.")
+    prefix_cache: bool = Field(True, description="Keep KV of finished requests for reuse.")
+    import_bytes_per_step: int = Field(
+        16 << 20, gt=0, description="KV copied from staging between two decode steps."
+    )
+    port_socket: Path | None = Field(
+        None, description="KvPort unix socket of its agent; none: no offload."
+    )
+    roles: tuple[Literal["prefill", "decode"], ...] = Field(
+        ("prefill", "decode"), description="What the engine offers on KvPort."
+    )
+    paced: Path | None = Field(None, description="Profile whose step times replace computing.")
+    debug_endpoints: bool = Field(False, description="Serve /debug/integrity and cache reset.")
+
+
+class InstanceAddress(Section):
+    """Where an agent dials one prefill instance."""
+
+    name: str = Field(description="Instance name.")
+    address: str = Field(description="`host:port` of its prefill service.")
+
+
+class AgentPeer(Section):
+    """A peer as an agent knows it."""
+
+    name: str = Field(description="Peer name.")
+    link_class: Literal["lan", "wan"] = Field("wan", description="Class of the link.")
+    channels: int = Field(4, ge=1, le=64, description="Warm data channels to each instance.")
+    instances: tuple[InstanceAddress, ...] = Field((), description="Prefill instances.")
+
+
+class AgentSettings(Section):
+    """`prfaas agent`: the agent beside a decode engine."""
+
+    name: str = Field("agent", description="Name of this agent.")
+    socket: Path = Field(Path("/tmp/prfaas-agent.sock"), description="KvPort unix socket.")
+    host: str = Field("127.0.0.1", description="Watch listen address.")
+    port: int = Field(8101, ge=0, le=65535, description="Watch listen port; 0 picks one.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0: none.")
+    ring_bytes: int = Field(64 << 20, gt=0, description="Shared memory for KV leaving the engine.")
+    staging_bytes: int = Field(
+        512 << 20, gt=0, description="Shared memory for KV arriving for the engine."
+    )
+    transfer_keys: tuple[SecretStr, ...] = Field(
+        (),
+        max_length=2,
+        description="Keys that may have signed `kv_transfer_params`; two while rotating.",
+    )
+    peers: tuple[AgentPeer, ...] = Field((), description="Peers this agent may dial.")
+    probe_tolerance: float = Field(
+        1e-3,
+        gt=0,
+        description="Largest normalised mean squared error of any tensor in the numeric probe.",
+    )
+    probe_bytes: int = Field(
+        1 << 20, ge=0, description="Burst that measures an idle link; 0: none."
+    )
+    probe_interval_s: float = Field(
+        10.0, gt=0, description="Idle time after which the link is probed."
+    )
+    verify_import: bool = Field(False, description="Read every import back and compare digests.")
+    hold_until_sealed: bool = Field(
+        False, description="Baseline for benchmarks: no layer pipelining."
+    )
+
+
+class PrefillSettings(Section):
+    """`prfaas prefill`: the agent beside a prefill engine, and its gRPC service."""
+
+    peer: str = Field("peer", description="Peer name.")
+    instance: str = Field("prefill-0", description="Instance name.")
+    socket: Path = Field(Path("/tmp/prfaas-prefill.sock"), description="KvPort unix socket.")
+    host: str = Field("127.0.0.1", description="Listen address; loopback only without TLS.")
+    port: int = Field(8201, ge=0, le=65535, description="Listen port; 0 picks one.")
+    metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0: none.")
+    ring_bytes: int = Field(64 << 20, gt=0, description="Shared memory for KV leaving the engine.")
+    retention_bytes: int = Field(
+        1 << 30, gt=0, description="Encoded KV kept until it is acknowledged."
+    )
+    codec_threads: int = Field(1, ge=1, description="Threads that encode.")
+    zstd_level: int = Field(1, ge=1, le=19, description="Level of the lossless codec.")
+
+
+class Settings(BaseSettings):
+    """The whole configuration file."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix="PRFAAS_", env_nested_delimiter="__"
+    )
+
+    config_version: Literal[1] = Field(CONFIG_VERSION, description="Version of this file's format.")
+    limits: Limits = Field(Limits(), description="Every wait and queue.")
+    gateway: GatewaySettings = Field(GatewaySettings(), description="`prfaas gateway`.")
+    engine: EngineSettings = Field(EngineSettings(), description="`prfaas engine`.")
+    agent: AgentSettings = Field(AgentSettings(), description="`prfaas agent`.")
+    prefill: PrefillSettings = Field(PrefillSettings(), description="`prfaas prefill`.")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Environment wins over the file."""
+        return env_settings, init_settings
+
+
+def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Settings:
+    """Settings from a YAML file, the environment and overrides (strongest last is the environment).
+
+    Raises ConfigError naming the key, or the file's line where it is not YAML.
+    """
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except OSError as exc:
+            raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
+        except yaml.YAMLError as exc:
+            raise ConfigError(f"{path} is not YAML: {exc}") from exc
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"{path}: the top level must be a mapping")
+        data = loaded or {}
+    merged = _merge(data, overrides or {})
+    try:
+        return Settings(**merged)
+    except ValidationError as exc:
+        problems = "; ".join(
+            f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in exc.errors()
+        )
+        raise ConfigError(problems) from exc
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged

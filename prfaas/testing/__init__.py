@@ -1,0 +1,1 @@
+"""Test support that ships: clocks, links one can bend, tiny models, contract suites."""

@@ -1,0 +1,108 @@
+"""`kv_transfer_params`: the signed plan a gateway hands to an engine and its agent carries out.
+
+It holds names, never addresses. The gateway and the agent share a key; the engine and its plug-in pass the dict
+through. A transfer id is single-use until it expires, which stops replays (the agent keeps the ids).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from prfaas.errors import InvalidRequest, Unauthorized
+
+PARAMS_VERSION = 1
+
+
+class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One instance to try, by the names of the agent's own configuration."""
+
+    peer: str
+    instance: str
+
+
+class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the gateway decided, as it travels. Times are Unix seconds; `deadline_s` counts from receipt."""
+
+    version: int
+    transfer_id: str
+    plan: tuple[PlanStep, ...]
+    on_failure: str
+    """`local` (granted by the fallback budget) or `reject`."""
+    quality: str
+    deadline_s: float
+    salt: str
+    expires: float
+    mac: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types, for the request body."""
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
+
+
+def sign(params: TransferParams, key: bytes) -> TransferParams:
+    """The same parameters with their HMAC-SHA256 over all other fields."""
+    return msgspec.structs.replace(params, mac=_mac(params, key))
+
+
+def parse(data: Mapping[str, Any]) -> TransferParams:
+    """Parse without verifying. Raises InvalidRequest naming the field (an address field is unknown)."""
+    try:
+        params = msgspec.convert(data, TransferParams)
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest(f"kv_transfer_params: {exc}", param="kv_transfer_params") from exc
+    if params.version != PARAMS_VERSION:
+        raise InvalidRequest(
+            f"kv_transfer_params: version {params.version} is not {PARAMS_VERSION}",
+            param="kv_transfer_params.version",
+        )
+    if params.on_failure not in ("local", "reject"):
+        raise InvalidRequest(
+            f"kv_transfer_params: on_failure {params.on_failure!r} is neither local nor reject",
+            param="kv_transfer_params.on_failure",
+        )
+    return params
+
+
+def verify(params: TransferParams, keys: Sequence[bytes], now: float) -> None:
+    """Raise Unauthorized when no key made the mac, or it is past `expires` (Unix seconds)."""
+    if not any(hmac.compare_digest(_mac(params, key), params.mac) for key in keys):
+        raise Unauthorized("kv_transfer_params: signature does not verify")
+    if now > params.expires:
+        raise Unauthorized("kv_transfer_params: expired")
+
+
+def _mac(params: TransferParams, key: bytes) -> str:
+    body = msgspec.to_builtins(params)
+    del body["mac"]
+    message = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return hmac.new(key, message, hashlib.sha256).hexdigest()
+
+
+@dataclass(slots=True)
+class SeenTransfers:
+    """Transfer ids in use or used, until they expire; bounded. Owned by the agent."""
+
+    capacity: int
+    _expiry: dict[str, float]
+
+    def __init__(self, capacity: int = 65536) -> None:
+        self.capacity = capacity
+        self._expiry = {}
+
+    def claim(self, transfer_id: str, expires: float, now: float) -> bool:
+        """True the first time; False for a replay, or when the table is full of unexpired ids."""
+        if transfer_id in self._expiry and self._expiry[transfer_id] >= now:
+            return False
+        if len(self._expiry) >= self.capacity:
+            self._expiry = {k: v for k, v in self._expiry.items() if v >= now}
+            if len(self._expiry) >= self.capacity:
+                return False
+        self._expiry[transfer_id] = expires
+        return True

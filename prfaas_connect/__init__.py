@@ -1,0 +1,1 @@
+"""Engine-side plug-in of prfaas; imports only the standard library and numpy."""

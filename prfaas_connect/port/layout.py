@@ -1,0 +1,147 @@
+"""Canonical KV layout: layer groups, chunk spans and where each piece lies in a staging extent.
+
+Canonical tensor of a `full` group: K after rope, then V, as [k|v][token][global kv head][dim], little
+endian, one tensor for each (chunk span, layer). Page size, TP degree and the engine's own layout are
+each side's affair; both sides and the wire agree only on what is here.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class LayoutError(ValueError):
+    """A layout that is inconsistent or not supported; the message names the field."""
+
+
+class GroupKind(enum.StrEnum):
+    """What a layer group keeps: paged KV (`full`, `window`, `latent`) or state."""
+
+    FULL = "full"
+    WINDOW = "window"
+    LATENT = "latent"
+    RECURRENT = "recurrent"
+    CONV = "conv"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that keep the same kind of KV; `layers` are model layer indices, ascending."""
+
+    kind: GroupKind
+    layers: tuple[int, ...]
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if self.kind is not GroupKind.FULL:
+            raise LayoutError(f"group kind {self.kind.value!r} is not implemented in this version")
+        if self.dtype not in ITEM_BYTES:
+            raise LayoutError(f"KV dtype {self.dtype!r} is not one of {sorted(ITEM_BYTES)}")
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            raise LayoutError("layers must be ascending and not empty")
+        if self.kv_heads < 1 or self.head_dim < 1:
+            raise LayoutError("kv_heads and head_dim must be positive")
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in one layer: K and V over all heads."""
+        return 2 * self.kv_heads * self.head_dim * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpan:
+    """The part [start, end) of a session's tokens that falls into chunk `index` of the grid."""
+
+    index: int
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where one (span, group, layer) tensor lies, relative to the start of the session's staging."""
+
+    span: ChunkSpan
+    group: int
+    layer: int
+    offset: int
+    nbytes: int
+
+
+def chunk_spans(start: int, end: int, chunk_tokens: int) -> list[ChunkSpan]:
+    """Spans of [start, end) on the absolute grid of `chunk_tokens`, in order."""
+    if not 0 <= start <= end:
+        raise LayoutError(f"token range [{start}, {end}) is not valid")
+    spans: list[ChunkSpan] = []
+    at = start
+    while at < end:
+        index = at // chunk_tokens
+        stop = min(end, (index + 1) * chunk_tokens)
+        spans.append(ChunkSpan(index, at, stop))
+        at = stop
+    return spans
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """All layer groups of a model, in a fixed order that is part of the fingerprint."""
+
+    groups: tuple[LayerGroup, ...]
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over all groups and layers."""
+        return sum(g.token_bytes * len(g.layers) for g in self.groups)
+
+    def session_bytes(self, start: int, end: int) -> int:
+        """Raw bytes of the tokens [start, end)."""
+        return self.token_bytes * (end - start)
+
+    def extents(self, start: int, end: int, chunk_tokens: int) -> Iterator[Extent]:
+        """Every tensor of [start, end) in wire order: chunk by chunk, layers as computed."""
+        offset = 0
+        order = sorted((layer, gi) for gi, g in enumerate(self.groups) for layer in g.layers)
+        for span in chunk_spans(start, end, chunk_tokens):
+            for layer, gi in order:
+                nbytes = self.groups[gi].token_bytes * span.tokens
+                yield Extent(span, gi, layer, offset, nbytes)
+                offset += nbytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {"groups": [{**asdict(g), "kind": g.kind.value} for g in self.groups]}
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> KvLayout:
+        """Inverse of `to_dict`. Raises LayoutError that names what is wrong."""
+        try:
+            groups = tuple(
+                LayerGroup(
+                    kind=GroupKind(g["kind"]),
+                    layers=tuple(int(x) for x in g["layers"]),
+                    kv_heads=int(g["kv_heads"]),
+                    head_dim=int(g["head_dim"]),
+                    dtype=str(g["dtype"]),
+                )
+                for g in data["groups"]
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            raise LayoutError(f"malformed KV layout: {exc}") from exc
+        if not groups:
+            raise LayoutError("a KV layout needs at least one group")
+        return KvLayout(groups)

@@ -1,0 +1,1 @@
+"""The agents: everything about KV in motion between clusters."""
