@@ -88,7 +88,7 @@ def make_tiny_model(
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of at most `vocab_size` tokens, trained on the standard library's help text."""
+    """Byte-level BPE of at most `vocab_size` tokens, trained on Python's own help text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -121,7 +121,8 @@ def _random_weights(config: dict[str, Any], rng: np.random.Generator) -> _Weight
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
         values = rng.standard_normal((rows, columns), dtype=np.float32)
-        return values * np.float32(gain / columns**0.5)
+        values *= np.float32(gain / columns**0.5)
+        return values
 
     def norm() -> npt.NDArray[np.float32]:
         return rng.uniform(0.8, 1.2, hidden).astype(np.float32)
