@@ -1,0 +1,70 @@
+# The same targets for people and CI. Everything lives in .venv; a target that is up to date costs nothing.
+PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,\
+	$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' 2>/dev/null)))
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+NAME ?= ttft
+QUICK ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+PIP_INSTALL = $(BIN)/python -m pip install --constraint constraints.txt
+INSTALL_INPUTS := pyproject.toml prfaas_connect/pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help venv venv-dev run test test-real lint format bench bench-gpu docs proto clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "prfaas needs Python 3.11 or newer on PATH (or make PYTHON=...)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-run: $(INSTALL_INPUTS) | $(BIN)/python
+	@echo "installing prfaas and its pinned packages into $(VENV) (torch is large: minutes the first time)"
+	$(PIP_INSTALL) --editable ./prfaas_connect --editable '.[engine]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(INSTALL_INPUTS) $(VENV)/.installed-run
+	@echo "installing the test and lint tools into $(VENV)"
+	$(PIP_INSTALL) --editable ./prfaas_connect --editable '.[engine,test,dev]'
+	@touch $@
+
+venv: $(VENV)/.installed-run ## Virtual environment to run in
+venv-dev: $(VENV)/.installed-dev ## The same with test and lint tools
+
+run: venv ## Everything on this machine with the demo model (ARGS=--once: show and exit)
+	@$(BIN)/python -m prfaas up $(ARGS)
+
+test: venv-dev ## All tests but the long ones
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-real: venv-dev ## The long exactness tests on the demo model
+	$(BIN)/python -m pytest -m "real_model" $(ARGS)
+
+lint: venv-dev ## ruff, formatting, mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv-dev ## Format and fix what can be fixed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv ## make bench NAME=ttft [QUICK=1]
+	@$(BIN)/python -m bench $(NAME) $(if $(QUICK),--quick) $(ARGS)
+
+bench-gpu: ## Engine and pair on CUDA tensors; without a GPU it says so
+	@bench/gpu.sh
+
+docs: venv ## Write the generated pages and tables anew
+	@$(BIN)/python scripts/gen_docs.py
+
+proto: ## Generate the gRPC stubs anew
+	scripts/gen_proto.sh
+
+clean: ## Remove what the targets made
+	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""`prfaas up`: all of prfaas on one machine, with a demonstration."""
