@@ -67,4 +67,5 @@ class GgufFile:
                 "which the gguf package cannot read",
                 field=name,
             ) from error
-        return np.ascontiguousarray(values, dtype=np.float32)
+        # Unquantised tensors are views of the read-only file.
+        return np.require(values, dtype=np.float32, requirements=["C", "W"])

@@ -120,12 +120,12 @@ def _random_weights(config: dict[str, Any], rng: np.random.Generator) -> _Weight
     kv_rows = config["num_key_value_heads"] * config["head_dim"]
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> npt.NDArray[np.float32]:
-        values = rng.standard_normal((rows, columns), dtype=np.float32)
+        values: npt.NDArray[np.float32] = rng.standard_normal((rows, columns), dtype=np.float32)
         values *= np.float32(gain / columns**0.5)
         return values
 
     def norm() -> npt.NDArray[np.float32]:
-        return rng.uniform(0.8, 1.2, hidden).astype(np.float32)
+        return np.asarray(rng.uniform(0.8, 1.2, hidden), dtype=np.float32)
 
     weights: _Weights = {
         "model.embed_tokens.weight": matrix(vocab, hidden, gain=hidden**0.5),
