@@ -1,0 +1,87 @@
+"""What one Watch event says, in our own types: load, prefix-cache changes, links, outcomes.
+
+An agent speaks for one engine. The first event of a stream is `full` and lists everything; later ones carry what
+changed and come at most `watch_interval_s` apart, empty if need be: an event means that all it does not mention is
+still as last told. `seq` grows by one from event to event of a stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prfaas.hashing import BlockHash
+from prfaas.snapshot import UNKNOWN_CURVE, Outcome, PrefillCurve
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """State of the engine beside the agent; `ready` is False while it is not connected."""
+
+    name: str
+    ready: bool = False
+    draining: bool = False
+    queue_tokens: int = 0
+    waiting: int = 0
+    running: int = 0
+    context_tokens: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    decode_step_s: float = 0.0
+    curve: PrefillCurve = UNKNOWN_CURVE
+    model: str = ""
+    block_tokens: int = 0
+    token_bytes: int = 0
+    epoch: str = ""
+    paced: bool = False
+    free_staging_bytes: int = 0
+    """D's agent: bytes that new sessions may still reserve in staging."""
+    free_retention_bytes: int = 0
+    """P's agent: bytes that new sessions may still reserve in retention."""
+    roles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class KvDelta:
+    """Changes of the engine's prefix cache; `cleared` empties the index before `stored` applies.
+
+    A full event has one (cleared, with all hashes, possibly none) for an engine that publishes cache events, and none
+    for an engine that does not: then its cache counts as unknown (case 3).
+    """
+
+    engine: str
+    epoch: str
+    cleared: bool = False
+    stored: tuple[BlockHash, ...] = ()
+    removed: tuple[BlockHash, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkInfo:
+    """One link as D's agent measures it. Zero goodput: not measured yet; `age_s` since it was measured."""
+
+    peer: str
+    instance: str
+    link_class: str = "wan"
+    ready: bool = False
+    """Paired, probed and reachable."""
+    detail: str = ""
+    goodput_bytes_per_s: float = 0.0
+    rtt_s: float = 0.0
+    in_flight_bytes: int = 0
+    wire_ratio: float = 1.0
+    age_s: float = 0.0
+    sessions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WatchUpdate:
+    """One Watch event. `started`: transfer ids that are in the load from this event on."""
+
+    seq: int
+    full: bool
+    agent: str = ""
+    engines: tuple[EngineInfo, ...] = ()
+    kv: tuple[KvDelta, ...] = ()
+    links: tuple[LinkInfo, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
+    started: tuple[str, ...] = ()
