@@ -50,6 +50,14 @@ def no_process_or_shared_memory_left() -> Iterator[None]:
     assert not unmapped, f"shared memory left mapped: {sorted(unmapped)}"
 
 
+@pytest.fixture(scope="session")
+def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama model as a Hugging Face directory; read it, never write to it."""
+    from prfaas.testing.tinymodel import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+
+
 @pytest.fixture
 async def no_task_left() -> AsyncIterator[None]:
     """Fail a test that leaves an asyncio task running."""
