@@ -30,6 +30,8 @@ class Reason(enum.StrEnum):
     NO_CACHE_INFO = "no_cache_info"
     NO_PEER = "no_peer"
     STALE = "stale"
+    UNMEASURED = "unmeasured"
+    NO_SPACE = "no_space"
     LOCAL_FASTER = "local_faster"
     REMOTE_FASTER = "remote_faster"
     BELOW_THRESHOLD = "below_threshold"
@@ -40,7 +42,8 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PrefillCurve:
-    """Seconds to prefill u uncached tokens after c cached ones: base + u*token + u*(c + u/2)*token_context.
+    """Seconds to prefill u uncached tokens after c cached ones: base + u*token + u*(c +
+    u/2)*token_context.
 
     `base_s` is paid once for each chunk of `chunk_tokens`.
     """
@@ -71,7 +74,9 @@ UNKNOWN_CURVE = PrefillCurve(0.0, 0.0, 0.0, 256)
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Load of one engine; `age_s` since it was true. What the gateway sent since is in `sent_tokens`."""
+    """Load of one engine; `age_s` since it was true. What the gateway sent since is in
+    `sent_tokens`.
+    """
 
     queue_tokens: int = 0
     waiting: int = 0
@@ -174,7 +179,11 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where to prefill, in which order to try instances, and why."""
+    """Where to prefill, in which order to try instances, and why.
+
+    Remote with an empty plan: the policy insists on remote and no instance can take the request,
+    so `on_failure` decides (case 2).
+    """
 
     target: Target
     reason: Reason

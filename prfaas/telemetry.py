@@ -1,8 +1,8 @@
 """What one Watch event says, in our own types: load, prefix-cache changes, links, outcomes.
 
-An agent speaks for one engine. The first event of a stream is `full` and lists everything; later ones carry what
-changed and come at most `watch_interval_s` apart, empty if need be: an event means that all it does not mention is
-still as last told. `seq` grows by one from event to event of a stream.
+An agent speaks for one engine. The first event of a stream is `full` and lists everything; later
+ones carry what changed and come at most `watch_interval_s` apart, empty if need be: an event means
+that all it does not mention is still as last told. `seq` grows by one from event to event.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class EngineInfo:
 class KvDelta:
     """Changes of the engine's prefix cache; `cleared` empties the index before `stored` applies.
 
-    A full event has one (cleared, with all hashes, possibly none) for an engine that publishes cache events, and none
-    for an engine that does not: then its cache counts as unknown (case 3).
+    A full event has one (cleared, with all hashes, possibly none) for an engine that publishes
+    cache events, and none for an engine that does not: then its cache counts as unknown (case 3).
     """
 
     engine: str
@@ -57,7 +57,7 @@ class KvDelta:
 
 @dataclass(frozen=True, slots=True)
 class LinkInfo:
-    """One link as D's agent measures it. Zero goodput: not measured yet; `age_s` since it was measured."""
+    """One link as D's agent measures it, `age_s` ago. Zero goodput: not measured yet."""
 
     peer: str
     instance: str

@@ -1,8 +1,9 @@
 """Messages of KvPort: who says what over the unix socket, and how it is framed.
 
-A message is `u32 header_bytes | u32 blob_bytes | JSON header | blob`, little endian. The blob carries token ids
-(little-endian int32). KV bytes never pass here: they lie in the shared-memory segments whose file descriptors
-come with `Welcome`. Sizes are checked before anything is read; unknown types and fields are errors.
+A message is `u32 header_bytes | u32 blob_bytes | JSON header | blob`, little endian. The blob
+carries token ids (little-endian int32). KV bytes never pass here: they lie in the shared-memory
+segments whose file descriptors come with `Welcome`. Sizes are checked before anything is read;
+unknown types and fields are errors.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class PortMessage:
     TYPE: ClassVar[str] = ""
 
 
-# --- both roles, engine to agent ------------------------------------------------------------------
+# --- both roles, engine to agent ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,11 @@ class Stats(PortMessage):
 
 @dataclass(frozen=True, slots=True)
 class KvEvents(PortMessage):
-    """Prefix-cache changes; hashes in hex. `cleared` empties the index before `stored` applies."""
+    """Prefix-cache changes; hashes in hex. `cleared` empties the index before `stored` applies.
+
+    An engine that publishes sends one right after Welcome, even if its cache is empty: without it
+    the cache counts as unknown and nothing is offloaded.
+    """
 
     TYPE: ClassVar[str] = "kv_events"
     epoch: str
@@ -99,12 +104,14 @@ class KvEvents(PortMessage):
     cleared: bool = False
 
 
-# --- decode role ------------------------------------------------------------------------------------
+# --- decode role ---
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch(PortMessage):
-    """Engine to agent: bring KV of tokens [have, want) for this request. Blob: all prompt token ids, int32."""
+    """Engine to agent: bring KV of tokens [have, want) for this request. Blob: all prompt token
+    ids, int32.
+    """
 
     TYPE: ClassVar[str] = "fetch"
     session: str
@@ -123,9 +130,10 @@ class Fetch(PortMessage):
 class FetchDone(PortMessage):
     """Agent to engine: the one answer to a Fetch.
 
-    status `staged`: all of [have, want) lies in staging. `partial`: only [have, token_end), compute the rest.
-    `local`: nothing came, compute all. `refused`: fail the request with the typed 503. After `staged` and `partial`
-    the engine owns the staging extent until it sends Release.
+    status `staged`: all of [have, want) lies in staging. `partial`: only [have, token_end),
+    compute the rest. `local`: nothing came, compute all. `refused`: fail the request with the
+    typed 503. After `staged` and `partial` the engine owns the staging extent until it sends
+    Release.
     """
 
     TYPE: ClassVar[str] = "fetch_done"
@@ -136,14 +144,18 @@ class FetchDone(PortMessage):
     token_end: int = 0
     staging_offset: int = 0
     chunk_tokens: int = 0
-    """Grid of the extent: `KvLayout.extents(have, token_end, chunk_tokens)` gives every tensor's place."""
+    """Grid of the extent: `KvLayout.extents(have, token_end, chunk_tokens)` gives every tensor's
+    place.
+    """
     retry_after_s: float = 1.0
     message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Release(PortMessage):
-    """Engine to agent: done with the staging extent. `digest`: hex digest read back from the pool, or empty."""
+    """Engine to agent: done with the staging extent. `digest`: hex digest read back from the pool,
+    or empty.
+    """
 
     TYPE: ClassVar[str] = "release"
     session: str
@@ -155,18 +167,22 @@ class Release(PortMessage):
 
 @dataclass(frozen=True, slots=True)
 class Abort(PortMessage):
-    """Engine to agent: the request is gone; stop the session. No FetchDone follows; no Release is needed."""
+    """Engine to agent: the request is gone; stop the session. No FetchDone follows; no Release is
+    needed.
+    """
 
     TYPE: ClassVar[str] = "abort"
     session: str
 
 
-# --- prefill role -------------------------------------------------------------------------------------
+# --- prefill role ---
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillStart(PortMessage):
-    """Agent to engine: compute KV of all tokens in the blob and export [send_from, n). Blob: int32 token ids."""
+    """Agent to engine: compute KV of all tokens in the blob and export [send_from, n). Blob: int32
+    token ids.
+    """
 
     TYPE: ClassVar[str] = "prefill_start"
     session: str
@@ -190,8 +206,8 @@ class PrefillCancel(PortMessage):
 class Record(PortMessage):
     """Engine to agent: one tensor of canonical KV lies in the ring at `offset`.
 
-    Tokens [token_start, token_end) of one chunk, one layer, heads [head_start, head_end). Records are freed by
-    RingFree in the order they were sent.
+    Tokens [token_start, token_end) of one chunk, one layer, heads [head_start, head_end). Records
+    are freed by RingFree in the order they were sent.
     """
 
     TYPE: ClassVar[str] = "record"
@@ -278,7 +294,9 @@ def encode(message: PortMessage, blob: bytes | memoryview = b"") -> bytes:
 
 
 def sizes(prefix: bytes) -> tuple[int, int]:
-    """(header bytes, blob bytes) of the message that follows. Raises PortError before memory is taken."""
+    """(header bytes, blob bytes) of the message that follows. Raises PortError before memory is
+    taken.
+    """
     header_bytes, blob_bytes = PREFIX.unpack(prefix)
     if header_bytes > MAX_HEADER_BYTES or blob_bytes > MAX_BLOB_BYTES:
         raise PortError(f"message claims {header_bytes} + {blob_bytes} bytes")
