@@ -1,12 +1,16 @@
 """Wire frames v1: parse, serialize, check, print; no I/O.
 
-A gRPC message on a data stream is one or more whole frames, one after another. A frame is a 64-byte header and a payload.
-Every size is checked before memory is taken, and the header has its own crc, so a flipped bit anywhere is found.
+A gRPC message on a data stream is one or more whole frames, one after another. A frame is a
+64-byte header and a payload. Every size is checked before memory is taken, and the header has its
+own crc, so a flipped bit anywhere is found.
+
 Layout of the header, little endian (docs/protocol.md has the table):
 
-    magic "PF" | version u8 | type u8 | flags u16 | codec u8 | group u8 | session u64 | epoch u32 | chunk u32
-    layer_start u16 | layer_end u16 | token_start u32 | token_end u32 | head_start u16 | head_end u16
-    raw_bytes u64 | wire_bytes u64 | payload_crc u32 | header_crc u32 (over everything before it)
+    magic "PF" | version u8 | type u8 | flags u16 | codec u8 | group u8
+    session u64 | epoch u32 | chunk u32 | layer_start u16 | layer_end u16
+    token_start u32 | token_end u32 | head_start u16 | head_end u16
+    raw_bytes u64 | wire_bytes u64 | payload_crc u32
+    header_crc u32 (over everything before it)
 """
 
 from __future__ import annotations
@@ -98,14 +102,31 @@ class Frame:
     def serialize(self) -> bytes:
         """Header and payload as one `bytes` (gRPC takes nothing else)."""
         head = _HEADER.pack(
-            MAGIC, WIRE_MAJOR, self.type, self.flags, self.codec, self.group, self.session, self.epoch, self.chunk,
-            self.layer_start, self.layer_end, self.token_start, self.token_end, self.head_start, self.head_end,
-            self.raw_bytes, len(self.payload), google_crc32c.value(bytes(self.payload)),
-        )  # fmt: skip
+            MAGIC,
+            WIRE_MAJOR,
+            self.type,
+            self.flags,
+            self.codec,
+            self.group,
+            self.session,
+            self.epoch,
+            self.chunk,
+            self.layer_start,
+            self.layer_end,
+            self.token_start,
+            self.token_end,
+            self.head_start,
+            self.head_end,
+            self.raw_bytes,
+            len(self.payload),
+            google_crc32c.value(bytes(self.payload)),
+        )
         return b"".join((head, _CRC.pack(google_crc32c.value(head)), self.payload))
 
     def check(self, limits: FrameLimits = DEFAULT_FRAME_LIMITS) -> None:
-        """Raise ProtocolError where fields contradict each other; run before send and after receive."""
+        """Raise ProtocolError where fields contradict each other; run before send and after
+        receive.
+        """
         if self.type is not FrameType.KV:
             if len(self.payload) > limits.max_control_bytes:
                 raise ProtocolError(f"{self}: control payload too large")
@@ -129,8 +150,8 @@ def parse(
 ) -> tuple[Frame | None, int]:
     """First frame of `data` and the bytes it took; the frame is None for a skippable unknown type.
 
-    Raises ProtocolError (not a frame, unknown version or type, sizes over `limits`, truncated) or CorruptKv (crc).
-    The payload is a view into `data`, not a copy.
+    Raises ProtocolError (not a frame, unknown version or type, sizes over `limits`, truncated) or
+    CorruptKv (crc). The payload is a view into `data`, not a copy.
     """
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
@@ -141,9 +162,25 @@ def parse(
     if google_crc32c.value(bytes(view[: _HEADER.size])) != header_crc:
         raise CorruptKv("frame header crc mismatch")
     (
-        _, version, type_, flags, codec, group, session, epoch, chunk, layer_start, layer_end, token_start, token_end,
-        head_start, head_end, raw_bytes, wire_bytes, payload_crc,
-    ) = _HEADER.unpack_from(view)  # fmt: skip
+        _,
+        version,
+        type_,
+        flags,
+        codec,
+        group,
+        session,
+        epoch,
+        chunk,
+        layer_start,
+        layer_end,
+        token_start,
+        token_end,
+        head_start,
+        head_end,
+        raw_bytes,
+        wire_bytes,
+        payload_crc,
+    ) = _HEADER.unpack_from(view)
     if version != WIRE_MAJOR:
         raise ProtocolError(
             f"wire version {version} is not supported (this side speaks {WIRE_MAJOR})"
@@ -164,10 +201,22 @@ def parse(
         raise ProtocolError(f"unknown frame type {type_}") from None
     payload = view[HEADER_BYTES:end]
     frame = Frame(
-        type=known, session=session, epoch=epoch, flags=FrameFlag(flags), codec=codec, group=group, chunk=chunk,
-        layer_start=layer_start, layer_end=layer_end, token_start=token_start, token_end=token_end,
-        head_start=head_start, head_end=head_end, raw_bytes=raw_bytes, payload=payload,
-    )  # fmt: skip
+        type=known,
+        session=session,
+        epoch=epoch,
+        flags=FrameFlag(flags),
+        codec=codec,
+        group=group,
+        chunk=chunk,
+        layer_start=layer_start,
+        layer_end=layer_end,
+        token_start=token_start,
+        token_end=token_end,
+        head_start=head_start,
+        head_end=head_end,
+        raw_bytes=raw_bytes,
+        payload=payload,
+    )
     if google_crc32c.value(bytes(payload)) != payload_crc:
         raise CorruptKv(f"{frame}: payload crc mismatch")
     frame.check(limits)

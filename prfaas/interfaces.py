@@ -12,7 +12,9 @@ State = TypeVar("State")
 
 
 class RoutingPolicy(Protocol[State]):
-    """Pure: no I/O, no clock, no randomness but a hash of the request id. `state` is frozen and small."""
+    """Pure: no I/O, no clock, no randomness but a hash of the request id. `state` is frozen and
+    small.
+    """
 
     name: str
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from prfaas.errors import IncompatibleLayout
 from prfaas_connect.port.layout import (
     ITEM_BYTES,
     ChunkSpan,
@@ -14,8 +15,6 @@ from prfaas_connect.port.layout import (
     LayoutError,
     chunk_spans,
 )
-
-from prfaas.errors import IncompatibleLayout
 
 __all__ = [
     "ITEM_BYTES",
@@ -34,8 +33,8 @@ __all__ = [
 class Fingerprint:
     """Identity of a model's KV; never engine version, page size or file format.
 
-    `model_identity` is what the operator states, by default a digest of config, tokenizer and tensor names and
-    shapes; weights themselves are proven by the numeric probe.
+    `model_identity` is what the operator states, by default a digest of config, tokenizer and
+    tensor names and shapes; weights themselves are proven by the numeric probe.
     """
 
     wire_major: int

@@ -1,4 +1,6 @@
-"""Every wait and every queue of prfaas on one page. README has the table; a test holds the two together."""
+"""Every wait and every queue of prfaas on one page. README has the table; a test holds the two
+together.
+"""
 
 from __future__ import annotations
 

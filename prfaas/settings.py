@@ -1,6 +1,7 @@
 """All settings: one YAML file and environment (`PRFAAS_GATEWAY__PORT=9000`), strict and frozen.
 
-Each default is stated once, here. Unknown keys, wrong types and bad values are errors that name the key.
+Each default is stated once, here. Unknown keys, wrong types and bad values are errors that name
+the key.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from pydantic_settings import (
 
 from prfaas.errors import ConfigError
 from prfaas.limits import Limits
-
-CONFIG_VERSION = 1
 
 
 class Section(BaseModel):
@@ -82,7 +81,7 @@ class GatewaySettings(Section):
     )
     on_failure: Literal["local", "reject"] = Field(
         "local",
-        description="What D does when every planned instance failed, while the fallback budget lasts.",
+        description="What D does when every planned instance failed (within the budget).",
     )
     transfer_key: SecretStr = Field(
         SecretStr(""), description="Key shared with the agents that signs `kv_transfer_params`."
@@ -99,7 +98,7 @@ class GatewaySettings(Section):
     tokenize_check_every: int = Field(
         500,
         ge=0,
-        description="Compare with the engine's /tokenize once every so many requests; 0: start only.",
+        description="Compare with the engine's /tokenize every so many requests; 0: start only.",
     )
     transfer_ttl_s: float = Field(30.0, gt=0, description="Life of signed transfer parameters.")
 
@@ -221,7 +220,7 @@ class Settings(BaseSettings):
         frozen=True, extra="forbid", env_prefix="PRFAAS_", env_nested_delimiter="__"
     )
 
-    config_version: Literal[1] = Field(CONFIG_VERSION, description="Version of this file's format.")
+    config_version: Literal[1] = Field(1, description="Version of this file's format.")
     limits: Limits = Field(Limits(), description="Every wait and queue.")
     gateway: GatewaySettings = Field(GatewaySettings(), description="`prfaas gateway`.")
     engine: EngineSettings = Field(EngineSettings(), description="`prfaas engine`.")

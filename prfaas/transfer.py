@@ -1,7 +1,8 @@
 """`kv_transfer_params`: the signed plan a gateway hands to an engine and its agent carries out.
 
-It holds names, never addresses. The gateway and the agent share a key; the engine and its plug-in pass the dict
-through. A transfer id is single-use until it expires, which stops replays (the agent keeps the ids).
+It holds names, never addresses. The gateway and the agent share a key; the engine and its plug-in
+pass the dict through. A transfer id is single-use until it expires, which stops replays (the agent
+keeps the ids).
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class PlanStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the gateway decided, as it travels. Times are Unix seconds; `deadline_s` counts from receipt."""
+    """What the gateway decided, as it travels. Times are Unix seconds; `deadline_s` counts from
+    receipt.
+    """
 
     version: int
     transfer_id: str
@@ -52,7 +55,9 @@ def sign(params: TransferParams, key: bytes) -> TransferParams:
 
 
 def parse(data: Mapping[str, Any]) -> TransferParams:
-    """Parse without verifying. Raises InvalidRequest naming the field (an address field is unknown)."""
+    """Parse without verifying. Raises InvalidRequest naming the field (an address field is
+    unknown).
+    """
     try:
         params = msgspec.convert(data, TransferParams)
     except msgspec.ValidationError as exc:

@@ -6,11 +6,18 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Set before anything loads torch or tokenizers: tests share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# No deadlines: a busy machine makes a slow example, not a wrong one.
+settings.register_profile(
+    "prfaas", deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+)
+settings.load_profile("prfaas")
 
 pytest_plugins = ["prfaas.testing.fixtures"]
 

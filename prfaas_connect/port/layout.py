@@ -1,8 +1,8 @@
 """Canonical KV layout: layer groups, chunk spans and where each piece lies in a staging extent.
 
-Canonical tensor of a `full` group: K after rope, then V, as [k|v][token][global kv head][dim], little
-endian, one tensor for each (chunk span, layer). Page size, TP degree and the engine's own layout are
-each side's affair; both sides and the wire agree only on what is here.
+Canonical tensor of a `full` group: K after rope, then V, as [k|v][token][global kv head][dim],
+little endian, one tensor for each (chunk span, layer). Page size, TP degree and the engine's own
+layout are each side's affair; both sides and the wire agree only on what is here.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ChunkSpan:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where one (span, group, layer) tensor lies, relative to the start of the session's staging."""
+    """Where one (span, group, layer) tensor lies, from the start of the session's staging."""
 
     span: ChunkSpan
     group: int
@@ -113,7 +113,7 @@ class KvLayout:
         return self.token_bytes * (end - start)
 
     def extents(self, start: int, end: int, chunk_tokens: int) -> Iterator[Extent]:
-        """Every tensor of [start, end) in wire order: chunk by chunk, layers as computed."""
+        """Every tensor of [start, end) in wire order: by chunk, then by layer."""
         offset = 0
         order = sorted((layer, gi) for gi, g in enumerate(self.groups) for layer in g.layers)
         for span in chunk_spans(start, end, chunk_tokens):
