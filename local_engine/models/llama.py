@@ -58,33 +58,33 @@ class LlamaModel:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, kv: AttentionKv, on_layer: LayerHook | None = None
+        self,
+        batch: ForwardBatch,
+        kv: AttentionKv,
+        on_layer: LayerHook | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Run one step: writes every token's KV and returns hidden states [tokens, hidden].
+        """Run one step: writes every token's KV and returns hidden states [rows, hidden].
 
-        The final norm is left to `logits`, which few rows need. `on_layer` is called as soon as a
-        layer's keys and values exist, before its attention.
+        `rows` (int64) are the batch rows whose hidden states are wanted, None all of them: the last
+        layer computes no others, and with no rows at all it stops at its KV. The final norm is left
+        to `logits`. `on_layer` is called as soon as a layer's KV exists, before its attention.
         """
-        config = self.config
-        tokens = batch.token_ids.shape[0]
-        rotated = (config.heads + config.kv_heads) * config.head_dim
         cos, sin = self._rotation(batch.positions)
         hidden = F.embedding(batch.token_ids, self._embed)
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            normed = F.rms_norm(hidden, layer.input_norm.shape, layer.input_norm, config.rms_eps)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
-            qk = rotate(qkv[:, :rotated].view(tokens, -1, config.head_dim), cos, sin)
-            q, k = qk[:, : config.heads], qk[:, config.heads :]
-            v = qkv[:, rotated:].view(tokens, config.kv_heads, config.head_dim)
+            q, k, v = self._project(layer, hidden, cos, sin)
             kv.write(index, k, v)
             if on_layer is not None:
                 on_layer(index, k, v)
-            attended = kv.attend(index, q).reshape(tokens, -1)
+            if index == last and rows is not None and len(rows) == 0:
+                return hidden[:0]
+            attended = kv.attend(index, q).flatten(1)
+            if index == last and rows is not None:
+                attended, hidden = attended[rows], hidden[rows]
             hidden += F.linear(attended, layer.o, layer.o_bias)
-            normed = F.rms_norm(hidden, layer.post_norm.shape, layer.post_norm, config.rms_eps)
-            gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-            activated = F.silu(gate, inplace=True).mul_(up)
-            hidden += F.linear(activated, layer.down, layer.down_bias)
+            hidden += self._mlp(layer, hidden)
         return hidden
 
     @torch.inference_mode()
@@ -92,6 +92,24 @@ class LlamaModel:
         """Next-token logits, fp32 [rows, vocab], of hidden rows that `forward` returned."""
         normed = F.rms_norm(hidden_rows, self._norm.shape, self._norm, self.config.rms_eps)
         return F.linear(normed, self._lm_head).float()
+
+    def _project(
+        self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries and keys, and values, each [tokens, its heads, head_dim]."""
+        config = self.config
+        shape = (hidden.shape[0], -1, config.head_dim)
+        normed = F.rms_norm(hidden, layer.input_norm.shape, layer.input_norm, config.rms_eps)
+        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(shape)
+        rotated = config.heads + config.kv_heads
+        qk = rotate(qkv[:, :rotated], cos, sin)
+        return qk[:, : config.heads], qk[:, config.heads :], qkv[:, rotated:]
+
+    def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
+        normed = F.rms_norm(hidden, layer.post_norm.shape, layer.post_norm, self.config.rms_eps)
+        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        activated = F.silu(gate, inplace=True).mul_(up)
+        return F.linear(activated, layer.down, layer.down_bias)
 
     def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [tokens, 1, head_dim / 2]; angles in fp32 whatever the dtype."""
