@@ -160,6 +160,8 @@ class RequestFacts:
     """Things that forbid offload (`echo`, `prompt_logprobs`, `multimodal`, ...)."""
     quality: str = "exact"
     cache_known: bool = True
+    short: bool = False
+    """The body is too short to be worth offloading; it was not tokenised, estimates only."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,91 @@
+"""The default policy: prefill where the first token is estimated to come first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from policies.candidates import MAX_PLAN, forbidden, not_worth, uncached_tokens, usable
+from policies.estimate import local_estimate, remote_estimate
+from prfaas.settings import PolicySettings
+from prfaas.snapshot import (
+    Decision,
+    Estimate,
+    Outcome,
+    Reason,
+    RequestFacts,
+    Snapshot,
+    Target,
+)
+
+IMPORT_WEIGHT = 0.2
+"""Weight of the newest import in the moving mean: about the last ten count."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportCost:
+    """Seconds D takes to import one raw byte, learnt from outcomes; 0 until the first one."""
+
+    s_per_byte: float = 0.0
+
+
+class LeastTtft:
+    """Remote where the best instance beats D by `remote_margin`, local otherwise.
+
+    The margin keeps a request at home when the two are about equal, since a transfer can fail and
+    a local prefill cannot.
+    """
+
+    name = "least_ttft"
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._min_uncached_tokens = settings.min_uncached_tokens
+        self._remote_share = 1.0 - min(settings.remote_margin, 1.0)
+
+    def initial_state(self) -> ImportCost:
+        return ImportCost()
+
+    def decide(self, request: RequestFacts, snapshot: Snapshot, state: ImportCost) -> Decision:
+        uncached = uncached_tokens(request, snapshot)
+        reason = forbidden(request, snapshot) or not_worth(
+            request, snapshot, self._min_uncached_tokens
+        )
+        local = local_estimate(request, snapshot)
+        remotes, unusable = usable(request, snapshot)
+        ranked: list[tuple[float, tuple[str, str]]] = []
+        estimates: list[Estimate] = [] if local is None else [local]
+        for remote in remotes:
+            estimate = remote_estimate(request, snapshot, remote, state.s_per_byte)
+            if estimate is not None:
+                estimates.append(estimate)
+                ranked.append((estimate.ttft_s, (remote.peer, remote.instance)))
+        plan: tuple[tuple[str, str], ...] = ()
+        if reason is None:
+            if not remotes:
+                reason = unusable
+            elif local is None or not ranked:
+                reason = Reason.UNMEASURED
+            else:
+                plan = self._faster(local.ttft_s, ranked)
+                reason = Reason.REMOTE_FASTER if plan else Reason.LOCAL_FASTER
+        return Decision(
+            Target.REMOTE if plan else Target.LOCAL, reason, plan, tuple(estimates), uncached
+        )
+
+    def _faster(
+        self, local_s: float, ranked: list[tuple[float, tuple[str, str]]]
+    ) -> tuple[tuple[str, str], ...]:
+        """Instances that beat D, best first; none unless the best one does by the margin."""
+        ranked.sort()
+        if ranked[0][0] >= local_s * self._remote_share:
+            return ()
+        return tuple([place for ttft_s, place in ranked if ttft_s < local_s][:MAX_PLAN])
+
+    def observe(self, state: ImportCost, outcome: Outcome) -> ImportCost:
+        """Learn what an import costs; a partial one counts only by the bytes that were imported."""
+        import_s = outcome.phases.get("import", 0.0)
+        if outcome.status != "staged" or outcome.raw_bytes <= 0 or import_s <= 0:
+            return state
+        seen = import_s / outcome.raw_bytes
+        if state.s_per_byte <= 0:
+            return ImportCost(seen)
+        return ImportCost(state.s_per_byte + IMPORT_WEIGHT * (seen - state.s_per_byte))

@@ -1,0 +1,30 @@
+"""Policies by name; an unknown name is answered with the valid ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from policies.always_local import AlwaysLocal
+from policies.always_remote import AlwaysRemote
+from policies.least_ttft import LeastTtft
+from policies.length_threshold import LengthThreshold
+from prfaas.errors import ConfigError
+from prfaas.interfaces import RoutingPolicy
+from prfaas.settings import PolicySettings
+
+POLICIES: Mapping[str, Callable[[PolicySettings], RoutingPolicy[Any]]] = MappingProxyType(
+    {cls.name: cls for cls in (AlwaysLocal, AlwaysRemote, LeastTtft, LengthThreshold)}
+)
+
+
+def make_policy(settings: PolicySettings) -> RoutingPolicy[Any]:
+    """The policy that `settings` names, with its parameters. Raises ConfigError."""
+    make = POLICIES.get(settings.name)
+    if make is None:
+        raise ConfigError(
+            f"gateway.policy.name: {settings.name!r} is not one of {', '.join(sorted(POLICIES))}",
+            field="gateway.policy.name",
+        )
+    return make(settings)
