@@ -260,10 +260,16 @@ def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = N
     try:
         return Settings(**merged)
     except ValidationError as exc:
-        problems = "; ".join(
-            f"{'.'.join(str(p) for p in e['loc'])}: {e['msg']}" for e in exc.errors()
-        )
-        raise ConfigError(problems) from exc
+        raise ConfigError(validation_message(exc)) from exc
+
+
+def validation_message(exc: ValidationError, prefix: str = "") -> str:
+    """Each problem with the key it is about (below `prefix`), on one line."""
+    start = (prefix,) if prefix else ()
+    return "; ".join(
+        f"{'.'.join(str(part) for part in (*start, *error['loc']))}: {error['msg']}"
+        for error in exc.errors()
+    )
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,193 @@
+"""The command `prfaas`: the composition root, which imports each part only when it runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+from pydantic import ValidationError
+
+from prfaas.errors import ConfigError, PrfaasError
+from prfaas.settings import Settings, load_settings, validation_message
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_PATH = click.Path(path_type=Path)
+_PORT = click.IntRange(0, 65535)
+
+Command = Callable[..., None]
+
+
+def _serving(command: Command) -> Command:
+    """The options of every process that serves."""
+    for option in (
+        click.option("--config", type=_FILE, help="YAML file; see docs/configuration.md."),
+        click.option("--host", help="Listen address."),
+        click.option("--port", type=_PORT, help="Listen port; 0 picks one."),
+        click.option("--ready-fd", type=int, hidden=True),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group()
+@click.version_option(package_name="prfaas")
+def cli() -> None:
+    """Cross-cluster Prefill-as-a-Service for LLM serving."""
+
+
+@cli.command()
+@_serving
+@click.option("--no-offload", is_flag=True, help="Everything stays local.")
+def gateway(
+    config: Path | None,
+    host: str | None,
+    port: int | None,
+    ready_fd: int | None,
+    no_offload: bool,
+) -> None:
+    """Run the gateway: the OpenAI API in front of the decode engines."""
+    from gateway.app import serve
+
+    offload = False if no_offload else None
+    settings = _settings(config, "gateway", host=host, port=port, offload=offload)
+    _run(serve(settings, _ready(ready_fd)))
+
+
+@cli.command()
+@_serving
+@click.option("--model", type=_PATH, help="Hugging Face directory or GGUF file.")
+@click.option("--served-model-name", help="Name in the API; default: the directory's name.")
+@click.option("--device", help="torch device, for example cpu or cuda:0.")
+@click.option("--threads", type=click.IntRange(0), help="torch threads; 0: torch's default.")
+@click.option("--port-socket", type=_PATH, help="KvPort unix socket of the agent beside it.")
+@click.option("--paced", type=_FILE, help="Profile whose step times replace computing.")
+def engine(
+    config: Path | None,
+    host: str | None,
+    port: int | None,
+    ready_fd: int | None,
+    **options: Any,
+) -> None:
+    """Run the embedded torch engine and its OpenAI server."""
+    settings = _settings(config, "engine", host=host, port=port, **options)
+    if settings.engine.model is None:
+        raise ConfigError("engine.model: name a Hugging Face directory or a GGUF file (--model)")
+    from local_engine.serve import serve
+
+    _run(serve(settings, _ready(ready_fd)))
+
+
+@cli.command()
+@_serving
+@click.option("--socket", type=_PATH, help="KvPort unix socket it listens on.")
+def agent(
+    config: Path | None,
+    host: str | None,
+    port: int | None,
+    ready_fd: int | None,
+    socket: Path | None,
+) -> None:
+    """Run the agent beside a decode engine."""
+    from remote_prefill.agent_main import serve
+
+    settings = _settings(config, "agent", host=host, port=port, socket=socket)
+    _run(serve(settings, _ready(ready_fd)))
+
+
+@cli.command()
+@_serving
+@click.option("--socket", type=_PATH, help="KvPort unix socket it listens on.")
+def prefill(
+    config: Path | None,
+    host: str | None,
+    port: int | None,
+    ready_fd: int | None,
+    socket: Path | None,
+) -> None:
+    """Run the remote prefill service: the agent beside a prefill engine."""
+    from remote_prefill.prefill_main import serve
+
+    settings = _settings(config, "prefill", host=host, port=port, socket=socket)
+    _run(serve(settings, _ready(ready_fd)))
+
+
+@cli.command()
+@click.option("--config", type=_FILE, help="YAML file whose settings replace the demo's defaults.")
+@click.option("--model", type=_PATH, help="Hugging Face directory or GGUF; default: SmolLM2-135M.")
+@click.option("--port", type=_PORT, default=8000, show_default=True, help="Gateway port.")
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Per engine.")
+@click.option("--pin/--no-pin", default=True, show_default=True, help="One core for each engine.")
+@click.option("--once", is_flag=True, help="Show it and exit; non-zero if anything is off.")
+def up(
+    config: Path | None, model: Path | None, port: int, threads: int, pin: bool, once: bool
+) -> None:
+    """Run everything on this machine and show both paths of a request."""
+    from prfaas.up.main import UpOptions, run_up
+
+    sys.exit(_run(run_up(UpOptions(load_settings(config), model, port, threads, pin, once))))
+
+
+@cli.group("config")
+def config_group() -> None:
+    """Check configuration files."""
+
+
+@config_group.command("schema")
+def config_schema() -> None:
+    """Print the JSON Schema of the configuration file."""
+    click.echo(json.dumps(Settings.model_json_schema(), indent=2))
+
+
+@config_group.command("check")
+@click.argument("file", type=_FILE)
+def config_check(file: Path) -> None:
+    """Check FILE, with the environment applied, as a process would read it."""
+    load_settings(file)
+    click.echo(f"{file}: ok")
+
+
+def main() -> None:
+    """Entry point: an error of ours is one line on stderr and a status, never a traceback."""
+    try:
+        cli.main(standalone_mode=True)
+    except PrfaasError as exc:
+        click.echo(f"prfaas: {' '.join(exc.message.split())}", err=True)
+        sys.exit(2 if isinstance(exc, ConfigError) else 1)
+
+
+def _settings(
+    config: Path | None,
+    section: Literal["gateway", "engine", "agent", "prefill"],
+    **options: Any,
+) -> Settings:
+    """File and environment, then the options that were given. Raises ConfigError naming the key."""
+    settings = load_settings(config)
+    given = {name: value for name, value in options.items() if value is not None}
+    current = getattr(settings, section)
+    try:
+        changed = type(current).model_validate({**dict(current), **given})
+    except ValidationError as exc:
+        raise ConfigError(validation_message(exc, prefix=section)) from exc
+    return settings.model_copy(update={section: changed})
+
+
+def _ready(ready_fd: int | None) -> Callable[[int], None]:
+    """What a process calls once it serves: tells its port to whoever started it."""
+
+    def ready(port: int) -> None:
+        if ready_fd is not None:
+            os.write(ready_fd, f"{port}\n".encode())
+            os.close(ready_fd)
+
+    return ready
+
+
+def _run(main: Coroutine[Any, Any, Any]) -> Any:
+    import uvloop
+
+    return uvloop.run(main)

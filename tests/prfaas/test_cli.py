@@ -1,0 +1,95 @@
+"""The command line: options win, errors are one line and a status, the schema fits the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from prfaas.cli import _ready, _settings
+from prfaas.errors import ConfigError
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "prfaas", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def test_help_names_every_command() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    for command in ("gateway", "engine", "agent", "prefill", "up", "config"):
+        assert f"  {command} " in done.stdout
+
+
+def test_a_wrong_setting_is_one_line_on_stderr_and_status_2(tmp_path: Path) -> None:
+    file = tmp_path / "prfaas.yaml"
+    file.write_text("gateway: {prot: 1}\nengine: {block_tokens: 0}\n")
+    done = run("config", "check", str(file))
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("prfaas: ")
+    assert len(done.stderr.splitlines()) == 1
+    assert "gateway.prot" in done.stderr
+    assert "engine.block_tokens" in done.stderr
+
+
+def test_a_right_file_passes_and_the_environment_is_checked_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "prfaas.yaml"
+    file.write_text("config_version: 1\ngateway: {port: 9000}\n")
+    assert run("config", "check", str(file)).stdout == f"{file}: ok\n"
+    done = run("config", "check", str(file), PRFAAS_GATEWAY__PORT="many")
+    assert done.returncode == 2
+    assert "gateway.port" in done.stderr
+
+
+def test_an_engine_without_a_model_says_how_to_name_one() -> None:
+    done = run("engine")
+    assert done.returncode == 2
+    assert done.stderr.startswith("prfaas: engine.model: ")
+
+
+def test_the_schema_accepts_good_files_and_refuses_bad_ones() -> None:
+    schema = json.loads(run("config", "schema").stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    good = yaml.safe_load("config_version: 1\nengine: {model: /m, chunk_tokens: 128}\n")
+    jsonschema.validate(good, schema)
+    for bad in ("gatewy: {}", "engine: {chunk_tokens: 0}", "config_version: 2"):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(yaml.safe_load(bad), schema)
+
+
+def test_options_win_over_environment_over_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prfaas.yaml"
+    file.write_text("gateway: {port: 1, host: h, transfer_key: hush}\n")
+    monkeypatch.setenv("PRFAAS_GATEWAY__PORT", "2")
+    assert _settings(file, "gateway", port=None).gateway.port == 2
+    settings = _settings(file, "gateway", port=3)
+    assert settings.gateway.port == 3
+    assert settings.gateway.host == "h"
+    assert settings.gateway.transfer_key.get_secret_value() == "hush"
+
+
+def test_a_wrong_option_names_its_setting() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.block_tokens: "):
+        _settings(None, "engine", block_tokens=0)
+
+
+def test_ready_tells_the_port_once_and_closes() -> None:
+    reader, writer = os.pipe()
+    _ready(writer)(8123)
+    with os.fdopen(reader) as pipe:
+        assert pipe.read() == "8123\n"
