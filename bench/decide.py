@@ -1,4 +1,4 @@
-"""How long one decision takes: `python -m bench.decide`, microseconds of CPU, best of several runs."""
+"""CPU microseconds of one decision, best of several runs: `python -m bench.decide`."""
 
 from __future__ import annotations
 
