@@ -1,0 +1,89 @@
+"""Where each piece of KV goes in a staging buffer, whatever grid or head range it came in.
+
+The buffer holds `KvLayout.extents(start, end, chunk_tokens)`. Sender and staging may use different
+chunk grids and the sender may split heads over ranks: a piece that is exactly one extent is decoded
+in place, any other is scattered row by row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from prfaas.layout import Extent, KvLayout
+from prfaas.ledger import Piece
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class StagingMap:
+    """A view of one session's staging bytes by place; borrows `buffer`, owns nothing."""
+
+    def __init__(
+        self, layout: KvLayout, start: int, end: int, chunk_tokens: int, buffer: Bytes
+    ) -> None:
+        if buffer.nbytes < layout.session_bytes(start, end):
+            raise ValueError(f"{buffer.nbytes} bytes do not hold tokens [{start},{end})")
+        self.layout = layout
+        self.start = start
+        self.end = end
+        self.chunk_tokens = chunk_tokens
+        self._buffer = buffer
+        self._extents = {
+            (e.span.index, e.group, e.layer): e for e in layout.extents(start, end, chunk_tokens)
+        }
+
+    def whole_end(self, token_end: int) -> int:
+        """`token_end` rounded down so that its extents are those of this map."""
+        if token_end >= self.end:
+            return self.end
+        return max(self.start, token_end // self.chunk_tokens * self.chunk_tokens)
+
+    def in_place(self, piece: Piece) -> Bytes | None:
+        """The contiguous bytes of a piece that is exactly one extent, else None."""
+        extent = self._extents.get(
+            (piece.token_start // self.chunk_tokens, piece.group, piece.layer)
+        )
+        if extent is None or (piece.token_start, piece.token_end) != (
+            extent.span.start,
+            extent.span.end,
+        ):
+            return None
+        if piece.head_end - piece.head_start != self.layout.groups[piece.group].kv_heads:
+            return None
+        return self._buffer[extent.offset : extent.offset + extent.nbytes]
+
+    def scatter(self, piece: Piece, raw: Bytes) -> None:
+        """Copy a decoded piece, [k|v][token][head][dim], to its places."""
+        source = self._rows(piece, raw)
+        at = piece.token_start
+        while at < piece.token_end:
+            extent = self._extents[at // self.chunk_tokens, piece.group, piece.layer]
+            stop = min(piece.token_end, extent.span.end)
+            rows = self.tensor(extent)
+            rows[
+                :,
+                at - extent.span.start : stop - extent.span.start,
+                piece.head_start : piece.head_end,
+            ] = source[:, at - piece.token_start : stop - piece.token_start]
+            at = stop
+
+    def tensor(self, extent: Extent) -> Bytes:
+        """One extent as [k|v][token][head][bytes of one head]; a view."""
+        group = self.layout.groups[extent.group]
+        flat = self._buffer[extent.offset : extent.offset + extent.nbytes]
+        return flat.reshape(2, extent.span.tokens, group.kv_heads, -1)
+
+    def _rows(self, piece: Piece, raw: Bytes) -> Bytes:
+        tokens = piece.token_end - piece.token_start
+        return raw.reshape(2, tokens, piece.head_end - piece.head_start, -1)
+
+
+def token_rows(raw: Bytes, tokens: int, start: int, stop: int) -> Bytes:
+    """Tokens [start, stop) of a piece of `tokens` tokens, as a canonical piece of its own.
+
+    A view where that is all of them, else a copy: K rows and V rows lie apart.
+    """
+    if (start, stop) == (0, tokens):
+        return raw
+    return np.ascontiguousarray(raw.reshape(2, tokens, -1)[:, start:stop]).reshape(-1)

@@ -1,0 +1,30 @@
+"""Random cuts of a session's KV into pieces, as senders with several ranks might make them."""
+
+from __future__ import annotations
+
+import random
+
+from prfaas.layout import KvLayout
+from prfaas.ledger import Piece
+
+
+def split_pieces(
+    layout: KvLayout, start: int, end: int, chunk_tokens: int, rng: random.Random
+) -> list[Piece]:
+    """Every tensor of [start, end), some of them cut by tokens, some by heads; in wire order."""
+    pieces: list[Piece] = []
+    for extent in layout.extents(start, end, chunk_tokens):
+        span, heads = extent.span, layout.groups[extent.group].kv_heads
+        token_cuts = _cuts(span.start, span.end, rng)
+        head_cuts = _cuts(0, heads, rng)
+        pieces += [
+            Piece(span.index, extent.layer, extent.group, t0, t1, h0, h1)
+            for t0, t1 in zip(token_cuts, token_cuts[1:], strict=False)
+            for h0, h1 in zip(head_cuts, head_cuts[1:], strict=False)
+        ]
+    return pieces
+
+
+def _cuts(low: int, high: int, rng: random.Random) -> list[int]:
+    inner = range(low + 1, high)
+    return [low, *sorted(rng.sample(inner, min(len(inner), rng.choice((0, 0, 1, 2))))), high]
