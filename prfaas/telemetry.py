@@ -71,6 +71,8 @@ class LinkInfo:
     wire_ratio: float = 1.0
     age_s: float = 0.0
     sessions: int = 0
+    goodput_age_s: float = 0.0
+    """Since the goodput was measured; `age_s` says how long ago the instance last answered."""
 
 
 @dataclass(frozen=True, slots=True)

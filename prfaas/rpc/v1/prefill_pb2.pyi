@@ -125,7 +125,7 @@ class SessionAccept(_message.Message):
     def __init__(self, chunk_tokens: _Optional[int] = ..., queue_position: _Optional[int] = ..., retained_bytes: _Optional[int] = ...) -> None: ...
 
 class SessionSeal(_message.Message):
-    __slots__ = ("frames", "raw_bytes", "wire_bytes", "root_digest", "cached_tokens", "computed_tokens", "queue_s", "compute_s", "wire_bytes_before_last_layer")
+    __slots__ = ("frames", "raw_bytes", "wire_bytes", "root_digest", "cached_tokens", "computed_tokens", "queue_s", "compute_s", "wire_bytes_before_last_layer", "last_layer_s")
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     RAW_BYTES_FIELD_NUMBER: _ClassVar[int]
     WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -135,6 +135,7 @@ class SessionSeal(_message.Message):
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     WIRE_BYTES_BEFORE_LAST_LAYER_FIELD_NUMBER: _ClassVar[int]
+    LAST_LAYER_S_FIELD_NUMBER: _ClassVar[int]
     frames: int
     raw_bytes: int
     wire_bytes: int
@@ -144,21 +145,24 @@ class SessionSeal(_message.Message):
     queue_s: float
     compute_s: float
     wire_bytes_before_last_layer: int
-    def __init__(self, frames: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., root_digest: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., wire_bytes_before_last_layer: _Optional[int] = ...) -> None: ...
+    last_layer_s: float
+    def __init__(self, frames: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., root_digest: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., wire_bytes_before_last_layer: _Optional[int] = ..., last_layer_s: _Optional[float] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("kind", "message", "field", "phase", "retry_after_s")
+    __slots__ = ("kind", "message", "field", "phase", "retry_after_s", "param")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    PARAM_FIELD_NUMBER: _ClassVar[int]
     kind: str
     message: str
     field: str
     phase: str
     retry_after_s: float
-    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., phase: _Optional[str] = ..., retry_after_s: _Optional[float] = ...) -> None: ...
+    param: str
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., phase: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., param: _Optional[str] = ...) -> None: ...
 
 class SessionAck(_message.Message):
     __slots__ = ("frames", "wire_bytes", "receive_bytes_per_s")
@@ -189,12 +193,16 @@ class PingRequest(_message.Message):
     def __init__(self, probe_bytes: _Optional[int] = ...) -> None: ...
 
 class PingReply(_message.Message):
-    __slots__ = ("padding", "last")
+    __slots__ = ("padding", "last", "server_s", "engine_epoch")
     PADDING_FIELD_NUMBER: _ClassVar[int]
     LAST_FIELD_NUMBER: _ClassVar[int]
+    SERVER_S_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     padding: bytes
     last: bool
-    def __init__(self, padding: _Optional[bytes] = ..., last: bool = ...) -> None: ...
+    server_s: float
+    engine_epoch: str
+    def __init__(self, padding: _Optional[bytes] = ..., last: bool = ..., server_s: _Optional[float] = ..., engine_epoch: _Optional[str] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("gateway",)
@@ -271,7 +279,7 @@ class KvIndexDelta(_message.Message):
     def __init__(self, engine: _Optional[str] = ..., epoch: _Optional[str] = ..., cleared: bool = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class LinkSample(_message.Message):
-    __slots__ = ("peer", "instance", "link_class", "ready", "detail", "goodput_bytes_per_s", "rtt_s", "in_flight_bytes", "wire_ratio", "age_s", "sessions")
+    __slots__ = ("peer", "instance", "link_class", "ready", "detail", "goodput_bytes_per_s", "rtt_s", "in_flight_bytes", "wire_ratio", "age_s", "sessions", "goodput_age_s")
     PEER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     LINK_CLASS_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +291,7 @@ class LinkSample(_message.Message):
     WIRE_RATIO_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_AGE_S_FIELD_NUMBER: _ClassVar[int]
     peer: str
     instance: str
     link_class: str
@@ -294,7 +303,8 @@ class LinkSample(_message.Message):
     wire_ratio: float
     age_s: float
     sessions: int
-    def __init__(self, peer: _Optional[str] = ..., instance: _Optional[str] = ..., link_class: _Optional[str] = ..., ready: bool = ..., detail: _Optional[str] = ..., goodput_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., in_flight_bytes: _Optional[int] = ..., wire_ratio: _Optional[float] = ..., age_s: _Optional[float] = ..., sessions: _Optional[int] = ...) -> None: ...
+    goodput_age_s: float
+    def __init__(self, peer: _Optional[str] = ..., instance: _Optional[str] = ..., link_class: _Optional[str] = ..., ready: bool = ..., detail: _Optional[str] = ..., goodput_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., in_flight_bytes: _Optional[int] = ..., wire_ratio: _Optional[float] = ..., age_s: _Optional[float] = ..., sessions: _Optional[int] = ..., goodput_age_s: _Optional[float] = ...) -> None: ...
 
 class OutcomeEvent(_message.Message):
     __slots__ = ("transfer_id", "status", "reason", "peer", "instance", "have_tokens", "want_tokens", "received_tokens", "remote_cached_tokens", "raw_bytes", "wire_bytes", "hidden_wire_bytes", "phases", "tried")

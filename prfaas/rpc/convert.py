@@ -1,0 +1,478 @@
+"""The one file where protobuf stops: messages to our own types and back.
+
+Reading raises ProtocolError for bytes that are not the message, and what the types themselves
+refuse (an unsupported layout is IncompatibleLayout).
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from prfaas.errors import BY_KIND, IncompatibleLayout, PrfaasError, ProtocolError, from_kind
+from prfaas.hashing import HASH_BYTES, BlockHash
+from prfaas.layout import Fingerprint, GroupKind, KvLayout, LayerGroup, LayoutError
+from prfaas.rpc.v1 import prefill_pb2 as pb
+from prfaas.session_messages import (
+    Feature,
+    Handshake,
+    PrefillReport,
+    SessionAccept,
+    SessionAck,
+    SessionOpen,
+    SessionSeal,
+)
+from prfaas.snapshot import Outcome, PrefillCurve
+from prfaas.telemetry import EngineInfo, KvDelta, LinkInfo, WatchUpdate
+
+M = TypeVar("M", bound=Message)
+
+
+def _parse(kind: type[M], data: bytes | memoryview) -> M:
+    message = kind()
+    try:
+        message.ParseFromString(bytes(data))
+    except DecodeError as exc:
+        raise ProtocolError(f"payload is not a {kind.__name__}: {exc}") from exc
+    return message
+
+
+def _bytes(message: Message) -> bytes:
+    return message.SerializeToString()
+
+
+# --- errors ---
+
+
+def wire_kind(error: PrfaasError) -> str:
+    """The kind under which an error crosses: its class's, or its nearest listed base's."""
+    for cls in type(error).__mro__:
+        if issubclass(cls, PrfaasError) and BY_KIND.get(cls.kind) is cls:
+            return cls.kind
+    return PrfaasError.kind
+
+
+def error_to_bytes(error: PrfaasError) -> bytes:
+    """Payload of an ERROR frame, and detail of a gRPC status."""
+    return _bytes(
+        pb.ErrorDetail(
+            kind=wire_kind(error),
+            message=error.message,
+            field=error.field,
+            phase=error.phase,
+            retry_after_s=error.retry_after_s,
+            param=error.param,
+        )
+    )
+
+
+def error_from_bytes(data: bytes | memoryview) -> PrfaasError:
+    """The error that went in, as the same class."""
+    detail = _parse(pb.ErrorDetail, data)
+    return from_kind(
+        detail.kind,
+        detail.message,
+        param=detail.param if detail.HasField("param") else None,
+        retry_after_s=detail.retry_after_s if detail.HasField("retry_after_s") else None,
+        phase=detail.phase if detail.HasField("phase") else None,
+        field=detail.field if detail.HasField("field") else None,
+    )
+
+
+# --- handshake ---
+
+
+def fingerprint_to_pb(value: Fingerprint) -> pb.Fingerprint:
+    return pb.Fingerprint(
+        wire_major=value.wire_major,
+        model_identity=value.model_identity,
+        config_digest=value.config_digest,
+        tokenizer_digest=value.tokenizer_digest,
+        adapters=value.adapters,
+        groups=[
+            pb.LayerGroup(
+                kind=g.kind.value,
+                layers=g.layers,
+                kv_heads=g.kv_heads,
+                head_dim=g.head_dim,
+                dtype=g.dtype,
+            )
+            for g in value.layout.groups
+        ],
+    )
+
+
+def fingerprint_from_pb(message: pb.Fingerprint) -> Fingerprint:
+    groups: list[LayerGroup] = []
+    for i, g in enumerate(message.groups):
+        try:
+            groups.append(
+                LayerGroup(GroupKind(g.kind), tuple(g.layers), g.kv_heads, g.head_dim, g.dtype)
+            )
+        except (LayoutError, ValueError) as exc:
+            raise IncompatibleLayout(f"groups[{i}]: {exc}", field=f"groups[{i}]") from exc
+    if not groups:
+        raise IncompatibleLayout("a fingerprint needs at least one layer group", field="groups")
+    return Fingerprint(
+        wire_major=message.wire_major,
+        model_identity=message.model_identity,
+        config_digest=message.config_digest,
+        tokenizer_digest=message.tokenizer_digest,
+        adapters=tuple(message.adapters),
+        layout=KvLayout(tuple(groups)),
+    )
+
+
+def handshake_request(value: Handshake) -> pb.HandshakeRequest:
+    return pb.HandshakeRequest(
+        client=value.name,
+        model=value.model,
+        wire_major=value.wire_major,
+        wire_minor=value.wire_minor,
+        features=int(value.features),
+        fingerprint=fingerprint_to_pb(value.fingerprint),
+        codecs=value.codecs,
+    )
+
+
+def handshake_from_request(message: pb.HandshakeRequest) -> Handshake:
+    return Handshake(
+        name=message.client,
+        model=message.model,
+        wire_major=message.wire_major,
+        wire_minor=message.wire_minor,
+        features=Feature(message.features),
+        fingerprint=fingerprint_from_pb(message.fingerprint),
+        codecs=tuple(message.codecs),
+    )
+
+
+def handshake_reply(value: Handshake) -> pb.HandshakeReply:
+    return pb.HandshakeReply(
+        server=value.name,
+        model=value.model,
+        wire_major=value.wire_major,
+        wire_minor=value.wire_minor,
+        features=int(value.features),
+        fingerprint=fingerprint_to_pb(value.fingerprint),
+        codecs=value.codecs,
+        chunk_tokens=value.chunk_tokens,
+        max_tokens=value.max_tokens,
+        instance=value.instance,
+        engine_epoch=value.engine_epoch,
+        paced=value.paced,
+    )
+
+
+def handshake_from_reply(message: pb.HandshakeReply) -> Handshake:
+    return Handshake(
+        name=message.server,
+        model=message.model,
+        wire_major=message.wire_major,
+        wire_minor=message.wire_minor,
+        features=Feature(message.features),
+        fingerprint=fingerprint_from_pb(message.fingerprint),
+        codecs=tuple(message.codecs),
+        chunk_tokens=message.chunk_tokens,
+        max_tokens=message.max_tokens,
+        instance=message.instance,
+        engine_epoch=message.engine_epoch,
+        paced=message.paced,
+    )
+
+
+# --- payloads of control frames ---
+
+
+def open_to_bytes(value: SessionOpen) -> bytes:
+    return _bytes(
+        pb.SessionOpen(
+            transfer_id=value.transfer_id,
+            model=value.model,
+            tokens=value.tokens,
+            send_from=value.send_from,
+            salt=value.salt,
+            use_cache=value.use_cache,
+            quality=value.quality,
+            codecs=value.codecs,
+            deadline_s=value.deadline_s,
+            lease_s=value.lease_s,
+            hold_until_sealed=value.hold_until_sealed,
+            engine_epoch=value.engine_epoch,
+        )
+    )
+
+
+def open_from_bytes(data: bytes | memoryview) -> SessionOpen:
+    message = _parse(pb.SessionOpen, data)
+    return SessionOpen(
+        transfer_id=message.transfer_id,
+        model=message.model,
+        tokens=message.tokens,
+        send_from=message.send_from,
+        salt=message.salt,
+        use_cache=message.use_cache,
+        quality=message.quality,
+        codecs=tuple(message.codecs),
+        deadline_s=message.deadline_s,
+        lease_s=message.lease_s,
+        engine_epoch=message.engine_epoch,
+        hold_until_sealed=message.hold_until_sealed,
+    )
+
+
+def accept_to_bytes(value: SessionAccept) -> bytes:
+    return _bytes(
+        pb.SessionAccept(
+            chunk_tokens=value.chunk_tokens,
+            queue_position=value.queue_position,
+            retained_bytes=value.retained_bytes,
+        )
+    )
+
+
+def accept_from_bytes(data: bytes | memoryview) -> SessionAccept:
+    message = _parse(pb.SessionAccept, data)
+    return SessionAccept(message.chunk_tokens, message.queue_position, message.retained_bytes)
+
+
+def seal_to_bytes(value: SessionSeal) -> bytes:
+    report = value.report
+    return _bytes(
+        pb.SessionSeal(
+            frames=value.frames,
+            raw_bytes=value.raw_bytes,
+            wire_bytes=value.wire_bytes,
+            root_digest=value.root_digest,
+            cached_tokens=report.cached_tokens,
+            computed_tokens=report.computed_tokens,
+            queue_s=report.queue_s,
+            compute_s=report.compute_s,
+            wire_bytes_before_last_layer=report.wire_bytes_before_last_layer,
+            last_layer_s=report.last_layer_s,
+        )
+    )
+
+
+def seal_from_bytes(data: bytes | memoryview) -> SessionSeal:
+    message = _parse(pb.SessionSeal, data)
+    return SessionSeal(
+        frames=message.frames,
+        raw_bytes=message.raw_bytes,
+        wire_bytes=message.wire_bytes,
+        root_digest=message.root_digest,
+        report=PrefillReport(
+            cached_tokens=message.cached_tokens,
+            computed_tokens=message.computed_tokens,
+            queue_s=message.queue_s,
+            compute_s=message.compute_s,
+            last_layer_s=message.last_layer_s,
+            wire_bytes_before_last_layer=message.wire_bytes_before_last_layer,
+        ),
+    )
+
+
+def ack_to_bytes(value: SessionAck) -> bytes:
+    return _bytes(
+        pb.SessionAck(
+            frames=value.frames,
+            wire_bytes=value.wire_bytes,
+            receive_bytes_per_s=value.receive_bytes_per_s,
+        )
+    )
+
+
+def ack_from_bytes(data: bytes | memoryview) -> SessionAck:
+    message = _parse(pb.SessionAck, data)
+    return SessionAck(message.frames, message.wire_bytes, message.receive_bytes_per_s)
+
+
+# --- Watch ---
+
+
+def _curve_to_pb(value: PrefillCurve) -> pb.PrefillCurve:
+    return pb.PrefillCurve(
+        base_s=value.base_s,
+        token_s=value.token_s,
+        token_context_s=value.token_context_s,
+        chunk_tokens=value.chunk_tokens,
+    )
+
+
+def _curve_from_pb(message: pb.PrefillCurve) -> PrefillCurve:
+    return PrefillCurve(
+        message.base_s, message.token_s, message.token_context_s, message.chunk_tokens
+    )
+
+
+def _engine_to_pb(value: EngineInfo) -> pb.EngineState:
+    return pb.EngineState(
+        name=value.name,
+        ready=value.ready,
+        draining=value.draining,
+        queue_tokens=value.queue_tokens,
+        waiting=value.waiting,
+        running=value.running,
+        context_tokens=value.context_tokens,
+        free_blocks=value.free_blocks,
+        total_blocks=value.total_blocks,
+        decode_step_s=value.decode_step_s,
+        curve=_curve_to_pb(value.curve),
+        model=value.model,
+        block_tokens=value.block_tokens,
+        token_bytes=value.token_bytes,
+        epoch=value.epoch,
+        paced=value.paced,
+        free_staging_bytes=value.free_staging_bytes,
+        free_retention_bytes=value.free_retention_bytes,
+        roles=value.roles,
+    )
+
+
+def _engine_from_pb(message: pb.EngineState) -> EngineInfo:
+    return EngineInfo(
+        name=message.name,
+        ready=message.ready,
+        draining=message.draining,
+        queue_tokens=message.queue_tokens,
+        waiting=message.waiting,
+        running=message.running,
+        context_tokens=message.context_tokens,
+        free_blocks=message.free_blocks,
+        total_blocks=message.total_blocks,
+        decode_step_s=message.decode_step_s,
+        curve=_curve_from_pb(message.curve),
+        model=message.model,
+        block_tokens=message.block_tokens,
+        token_bytes=message.token_bytes,
+        epoch=message.epoch,
+        paced=message.paced,
+        free_staging_bytes=message.free_staging_bytes,
+        free_retention_bytes=message.free_retention_bytes,
+        roles=tuple(message.roles),
+    )
+
+
+def _link_to_pb(value: LinkInfo) -> pb.LinkSample:
+    return pb.LinkSample(
+        peer=value.peer,
+        instance=value.instance,
+        link_class=value.link_class,
+        ready=value.ready,
+        detail=value.detail,
+        goodput_bytes_per_s=value.goodput_bytes_per_s,
+        rtt_s=value.rtt_s,
+        in_flight_bytes=value.in_flight_bytes,
+        wire_ratio=value.wire_ratio,
+        age_s=value.age_s,
+        sessions=value.sessions,
+        goodput_age_s=value.goodput_age_s,
+    )
+
+
+def _link_from_pb(message: pb.LinkSample) -> LinkInfo:
+    return LinkInfo(
+        peer=message.peer,
+        instance=message.instance,
+        link_class=message.link_class,
+        ready=message.ready,
+        detail=message.detail,
+        goodput_bytes_per_s=message.goodput_bytes_per_s,
+        rtt_s=message.rtt_s,
+        in_flight_bytes=message.in_flight_bytes,
+        wire_ratio=message.wire_ratio,
+        age_s=message.age_s,
+        sessions=message.sessions,
+        goodput_age_s=message.goodput_age_s,
+    )
+
+
+def _outcome_to_pb(value: Outcome) -> pb.OutcomeEvent:
+    return pb.OutcomeEvent(
+        transfer_id=value.transfer_id,
+        status=value.status,
+        reason=value.reason,
+        peer=value.peer,
+        instance=value.instance,
+        have_tokens=value.have_tokens,
+        want_tokens=value.want_tokens,
+        received_tokens=value.received_tokens,
+        remote_cached_tokens=value.remote_cached_tokens,
+        raw_bytes=value.raw_bytes,
+        wire_bytes=value.wire_bytes,
+        hidden_wire_bytes=value.hidden_wire_bytes,
+        phases=value.phases,
+        tried=value.tried,
+    )
+
+
+def _outcome_from_pb(message: pb.OutcomeEvent) -> Outcome:
+    return Outcome(
+        transfer_id=message.transfer_id,
+        status=message.status,
+        reason=message.reason,
+        peer=message.peer,
+        instance=message.instance,
+        have_tokens=message.have_tokens,
+        want_tokens=message.want_tokens,
+        received_tokens=message.received_tokens,
+        remote_cached_tokens=message.remote_cached_tokens,
+        raw_bytes=message.raw_bytes,
+        wire_bytes=message.wire_bytes,
+        hidden_wire_bytes=message.hidden_wire_bytes,
+        phases=dict(message.phases),
+        tried=tuple(message.tried),
+    )
+
+
+def _hashes_from_bytes(data: bytes) -> tuple[BlockHash, ...]:
+    if len(data) % HASH_BYTES:
+        raise ProtocolError(f"{len(data)} bytes are not a list of {HASH_BYTES}-byte block hashes")
+    return tuple(data[i : i + HASH_BYTES] for i in range(0, len(data), HASH_BYTES))
+
+
+def _kv_to_pb(value: KvDelta) -> pb.KvIndexDelta:
+    return pb.KvIndexDelta(
+        engine=value.engine,
+        epoch=value.epoch,
+        cleared=value.cleared,
+        stored=b"".join(value.stored),
+        removed=b"".join(value.removed),
+    )
+
+
+def _kv_from_pb(message: pb.KvIndexDelta) -> KvDelta:
+    return KvDelta(
+        engine=message.engine,
+        epoch=message.epoch,
+        cleared=message.cleared,
+        stored=_hashes_from_bytes(message.stored),
+        removed=_hashes_from_bytes(message.removed),
+    )
+
+
+def watch_to_pb(value: WatchUpdate) -> pb.WatchEvent:
+    return pb.WatchEvent(
+        seq=value.seq,
+        full=value.full,
+        agent=value.agent,
+        engines=map(_engine_to_pb, value.engines),
+        kv=map(_kv_to_pb, value.kv),
+        links=map(_link_to_pb, value.links),
+        outcomes=map(_outcome_to_pb, value.outcomes),
+        started=value.started,
+    )
+
+
+def watch_from_pb(message: pb.WatchEvent) -> WatchUpdate:
+    return WatchUpdate(
+        seq=message.seq,
+        full=message.full,
+        agent=message.agent,
+        engines=tuple(map(_engine_from_pb, message.engines)),
+        kv=tuple(map(_kv_from_pb, message.kv)),
+        links=tuple(map(_link_from_pb, message.links)),
+        outcomes=tuple(map(_outcome_from_pb, message.outcomes)),
+        started=tuple(message.started),
+    )

@@ -1,0 +1,359 @@
+"""Session machines at both ends, joined by an in-memory pipe: no I/O, every kind of bad frame."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prfaas.codecs import default_codecs, encode
+from prfaas.errors import CorruptKv, EngineUnavailable, Overloaded, PrfaasError, ProtocolError
+from prfaas.frames import HEADER_BYTES, Frame, FrameFlag, FrameType, parse_all
+from prfaas.layout import GroupKind, KvLayout, LayerGroup
+from prfaas.ledger import Piece, piece_digest
+from prfaas.rpc import convert
+from prfaas.session_messages import PrefillReport, SessionAck, SessionOpen
+from prfaas.sessions import Arrival, ReceiveSession, ReceiveState, SendSession, SendState
+from prfaas.testing.kv_pieces import split_pieces
+
+LAYOUT = KvLayout((LayerGroup(GroupKind.FULL, (0, 1, 2), 2, 4, "bfloat16"),))
+CODECS = default_codecs()
+GRID = 8
+
+
+def request(send_from: int = 0, tokens: int = 20) -> SessionOpen:
+    return SessionOpen(
+        transfer_id="t",
+        model="m",
+        tokens=bytes(4 * tokens),
+        send_from=send_from,
+        salt="",
+        use_cache=True,
+        quality="exact",
+        codecs=CODECS.names,
+        deadline_s=10,
+        lease_s=5,
+        engine_epoch="e",
+    )
+
+
+@dataclass
+class Pair:
+    """Both machines and what is between them."""
+
+    send: SendSession
+    receive: ReceiveSession
+
+    @staticmethod
+    def make(send_from: int = 0, tokens: int = 20, *, accepted: bool = True) -> Pair:
+        opening = request(send_from, tokens)
+        pair = Pair(
+            SendSession(session=7, epoch=2, request=opening, layout=LAYOUT, chunk_tokens=GRID),
+            ReceiveSession(
+                session=7,
+                epoch=2,
+                request=opening,
+                layout=LAYOUT,
+                codecs=CODECS,
+                chunk_tokens=GRID,
+            ),
+        )
+        if accepted:
+            assert pair.deliver(pair.send.accept(0, 0)) is None
+        return pair
+
+    def frame(self, piece: Piece, *, flags: FrameFlag = FrameFlag.NONE) -> Frame:
+        raw = raw_of(piece)
+        self.send.claim(piece, raw.nbytes)
+        codec = CODECS.negotiate(["planes-zstd"])
+        codec_id, payload = encode(codec, raw, 2)
+        return self.send.kv(
+            piece,
+            raw_bytes=raw.nbytes,
+            digest=piece_digest(raw.data),
+            codec=codec_id,
+            payload=payload,
+            flags=flags,
+        )
+
+    def deliver(self, frame: Frame) -> Arrival | None:
+        """Through bytes, as on the wire."""
+        (parsed,) = parse_all(frame.serialize())
+        return self.receive.receive(parsed)
+
+    def decode(self, arrival: Arrival) -> bool:
+        out = np.empty(arrival.raw_bytes, dtype=np.uint8)
+        CODECS.by_id(arrival.codec).decode_into(memoryview(arrival.payload), out, 2)
+        assert (out == raw_of(arrival.piece)).all()
+        return self.receive.decoded(arrival, piece_digest(out.data))
+
+    def pass_on(self, frame: Frame) -> None:
+        arrival = self.deliver(frame)
+        assert arrival is not None
+        assert self.decode(arrival)
+
+    def pieces(self) -> list[Piece]:
+        ledger = self.send.ledger
+        heads = LAYOUT.groups[0].kv_heads
+        return [
+            Piece(e.span.index, e.layer, e.group, e.span.start, e.span.end, 0, heads)
+            for e in LAYOUT.extents(ledger.start, ledger.end, GRID)
+        ]
+
+
+def raw_of(piece: Piece) -> np.ndarray:
+    """Bytes that differ from piece to piece; half of them compress."""
+    nbytes = LAYOUT.groups[0].token_bytes // LAYOUT.groups[0].kv_heads * piece.area
+    rng = np.random.default_rng(abs(hash(piece)) % (1 << 32))
+    raw = rng.integers(0, 256, nbytes, dtype=np.uint8)
+    raw[1::2] = piece.layer
+    return raw
+
+
+@settings(max_examples=40)
+@given(
+    send_from=st.integers(0, 19),
+    seed=st.integers(0, 10_000),
+)
+def test_any_order_of_pieces_and_of_decoding_completes_once_all_is_there(
+    send_from: int, seed: int
+) -> None:
+    rng = random.Random(seed)
+    pair = Pair.make(send_from)
+    frames = [pair.frame(p) for p in split_pieces(LAYOUT, send_from, 20, GRID, rng)]
+    seal = pair.send.seal(PrefillReport(computed_tokens=20))
+    rng.shuffle(frames)
+    arrivals = [pair.deliver(frame) for frame in frames]
+    pair.deliver(seal)
+    assert pair.receive.state is ReceiveState.SEALED
+    rng.shuffle(arrivals)
+    for arrival in arrivals:
+        assert pair.receive.state is ReceiveState.SEALED
+        assert arrival is not None
+        assert pair.decode(arrival)
+    assert pair.receive.state is ReceiveState.COMPLETE
+    assert pair.receive.ledger.whole
+    assert pair.receive.wire_bytes == pair.send.wire_bytes
+    assert pair.receive.wire_bytes == sum(HEADER_BYTES + len(f.payload) for f in frames)
+    assert pair.receive.seal is not None
+    assert pair.receive.seal.report.computed_tokens == 20
+
+
+def test_queue_position_is_told_until_the_prefill_starts() -> None:
+    pair = Pair.make(accepted=False)
+    assert (pair.send.state, pair.receive.state) == (SendState.OPEN, ReceiveState.OPENING)
+    for position in (2, 1):
+        pair.deliver(pair.send.accept(position, 0))
+        assert pair.send.state is SendState.QUEUED
+        assert pair.receive.state is ReceiveState.QUEUED
+        assert pair.receive.queue_position == position
+    pair.deliver(pair.send.accept(0, 100))
+    assert pair.send.state is SendState.PREFILLING
+    assert pair.receive.state is ReceiveState.RECEIVING
+
+
+def test_open_carries_the_request() -> None:
+    pair = Pair.make(accepted=False)
+    (frame,) = parse_all(pair.receive.open().serialize())
+    assert (frame.type, frame.session, frame.epoch) == (FrameType.OPEN, 7, 2)
+    assert convert.open_from_bytes(frame.payload) == request()
+
+
+def test_an_error_comes_out_as_the_class_that_went_in() -> None:
+    pair = Pair.make()
+    frame = pair.send.fail(Overloaded("full", retry_after_s=2.5))
+    with pytest.raises(Overloaded, match="full") as caught:
+        pair.deliver(frame)
+    assert caught.value.retry_after_s == 2.5
+    assert (pair.send.state, pair.receive.state) == (SendState.FAILED, ReceiveState.FAILED)
+    with pytest.raises(ProtocolError, match="ended already"):
+        pair.send.fail(EngineUnavailable("gone"))
+
+
+def test_whole_chunks_are_kept_when_the_session_fails() -> None:
+    pair = Pair.make(send_from=3)
+    for piece in pair.pieces()[:5]:
+        pair.pass_on(pair.frame(piece))
+    with pytest.raises(EngineUnavailable):
+        pair.deliver(pair.send.fail(EngineUnavailable("gone")))
+    assert pair.receive.ledger.watermark == 8
+
+
+def test_a_duplicate_frame_is_dropped_and_counted() -> None:
+    pair = Pair.make()
+    frames = [pair.frame(p) for p in pair.pieces()]
+    first = pair.deliver(frames[0])
+    assert first is not None
+    assert pair.deliver(frames[0]) is None
+    pair.decode(first)
+    assert pair.deliver(frames[0]) is None
+    assert pair.receive.duplicates == 2
+    for frame in frames[1:]:
+        pair.pass_on(frame)
+    pair.deliver(pair.send.seal(PrefillReport()))
+    assert pair.receive.state is ReceiveState.COMPLETE
+
+
+def test_frames_of_an_older_epoch_are_late_whatever_they_are() -> None:
+    pair = Pair.make()
+    frame = pair.frame(pair.pieces()[0])
+    assert pair.deliver(replace(frame, epoch=1)) is None
+    assert pair.deliver(replace(pair.send.fail(Overloaded("x")), epoch=1)) is None
+    assert pair.receive.late == 2
+    assert pair.receive.state is ReceiveState.RECEIVING
+
+
+def test_after_a_cancel_everything_is_late_and_nothing_is_committed() -> None:
+    pair = Pair.make()
+    first, second = (pair.frame(p) for p in pair.pieces()[:2])
+    arrival = pair.deliver(first)
+    assert arrival is not None
+    cancel = pair.receive.cancel()
+    assert pair.send.receive(cancel) is None
+    assert pair.send.state is SendState.CANCELLED
+    assert pair.deliver(second) is None
+    assert not pair.decode(arrival)
+    assert pair.receive.late == 2
+    assert pair.receive.ledger.frames == 0
+    assert pair.receive.state is ReceiveState.CANCELLED
+
+
+@pytest.mark.parametrize("kind", [FrameType.KV, FrameType.SEAL])
+def test_kv_and_seal_before_accept_are_refused(kind: FrameType) -> None:
+    pair = Pair.make(accepted=False)
+    with pytest.raises(ProtocolError, match="while OPENING"):
+        pair.receive.receive(Frame(kind, 7, 2, layer_end=1, token_end=8, head_end=2))
+    assert pair.receive.state is ReceiveState.FAILED
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"session": 8}, ProtocolError, "is not of"),
+        ({"epoch": 3}, ProtocolError, "is not of"),
+        ({"layer_end": 3}, ProtocolError, "one layer"),
+        ({"raw_bytes": 255}, ProtocolError, "the layout has 256"),
+        ({"raw_bytes": 1 << 62}, ProtocolError, "the layout has 256"),
+        ({"payload": bytes(257)}, ProtocolError, "longer than its 256 raw bytes"),
+        ({"codec": 9}, CorruptKv, "codec 9"),
+        ({"chunk": 9}, ProtocolError, "chunk is not in"),
+        ({"group": 1}, ProtocolError, "1 groups"),
+        ({"layer_start": 3, "layer_end": 4}, ProtocolError, "layer is not in the group"),
+        ({"token_end": 9}, ProtocolError, "tokens are not within"),
+        ({"head_end": 3}, ProtocolError, "2 heads"),
+        ({"type": FrameType.OPEN}, ProtocolError, "may not be sent"),
+        ({"type": FrameType.ACK}, ProtocolError, "may not be sent"),
+        ({"type": FrameType.ACCEPT, "payload": b"\xff"}, ProtocolError, "while RECEIVING"),
+        ({"type": FrameType.SEAL, "payload": b"\xff"}, ProtocolError, "not a SessionSeal"),
+        ({"type": FrameType.ERROR, "payload": b"\xff"}, ProtocolError, "not a ErrorDetail"),
+    ],
+)
+def test_a_frame_that_breaks_the_rules_fails_the_session(
+    changes: dict[str, object], error: type[PrfaasError], says: str
+) -> None:
+    pair = Pair.make()
+    frame = pair.frame(pair.pieces()[0])
+    with pytest.raises(error, match=says):
+        pair.receive.receive(replace(frame, **changes))  # type: ignore[arg-type]
+    assert pair.receive.state is ReceiveState.FAILED
+    assert pair.deliver(frame) is None
+    assert pair.receive.late == 1
+
+
+def test_a_chunk_grid_that_differs_from_the_handshake_is_refused() -> None:
+    pair = Pair.make(accepted=False)
+    other = SendSession(session=7, epoch=2, request=request(), layout=LAYOUT, chunk_tokens=16)
+    with pytest.raises(ProtocolError, match="chunks of 16 tokens, 8 in the handshake"):
+        pair.deliver(other.accept(0, 0))
+
+
+def test_a_layer_the_engine_never_exported_is_an_error_at_the_seal_that_names_it() -> None:
+    pair = Pair.make()
+    for piece in pair.pieces():
+        if (piece.chunk, piece.layer) != (1, 2):
+            pair.pass_on(pair.frame(piece))
+    with pytest.raises(CorruptKv, match="did not export chunk 1 group 0 layer 2"):
+        pair.send.seal(PrefillReport())
+    assert pair.send.state is SendState.PREFILLING
+
+
+def test_a_frame_lost_on_the_way_is_named_at_the_seal() -> None:
+    pair = Pair.make()
+    frames = [pair.frame(p) for p in pair.pieces()]
+    for frame in [*frames[:4], *frames[5:]]:
+        pair.pass_on(frame)
+    with pytest.raises(CorruptKv, match="missing at the seal: chunk 1 group 0 layer 1"):
+        pair.deliver(pair.send.seal(PrefillReport()))
+    assert pair.receive.state is ReceiveState.FAILED
+    assert pair.receive.ledger.watermark == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"root_digest": bytes(16)}, "root digest"),
+        ({"frames": 8}, "counts 8 frames"),
+        ({"raw_bytes": 1}, "and 1 bytes"),
+    ],
+)
+def test_a_seal_that_disagrees_is_corrupt(change: dict[str, object], says: str) -> None:
+    pair = Pair.make()
+    for piece in pair.pieces():
+        pair.pass_on(pair.frame(piece))
+    frame = pair.send.seal(PrefillReport())
+    seal = replace(convert.seal_from_bytes(frame.payload), **change)  # type: ignore[arg-type]
+    with pytest.raises(CorruptKv, match=says):
+        pair.deliver(replace(frame, payload=convert.seal_to_bytes(seal)))
+    assert pair.receive.state is ReceiveState.FAILED
+
+
+def test_other_bytes_under_the_right_crc_are_found_at_the_seal() -> None:
+    pair = Pair.make()
+    *frames, last = (pair.frame(p) for p in pair.pieces())
+    for frame in frames:
+        pair.pass_on(frame)
+    arrival = pair.deliver(last)
+    assert arrival is not None
+    pair.deliver(pair.send.seal(PrefillReport()))
+    with pytest.raises(CorruptKv, match="root digest"):
+        pair.receive.decoded(arrival, piece_digest(b"other"))
+
+
+def test_the_engine_may_not_export_rubbish() -> None:
+    pair = Pair.make()
+    piece = pair.pieces()[0]
+    with pytest.raises(ProtocolError, match="exported 255 bytes, not 256"):
+        pair.send.claim(piece, 255)
+    pair.frame(piece)
+    with pytest.raises(ProtocolError, match="exported it twice"):
+        pair.send.claim(piece, 256)
+    with pytest.raises(ProtocolError, match="overlaps"):
+        pair.send.claim(replace(piece, token_start=1), 256 * 7 // 8)
+
+
+def test_acks_reach_the_sender_and_old_ones_do_not() -> None:
+    pair = Pair.make()
+    pair.pass_on(pair.frame(pair.pieces()[0]))
+    ack = pair.receive.ack(1e6)
+    assert pair.send.receive(ack) == SessionAck(1, pair.send.wire_bytes, 1e6)
+    assert pair.send.receive(replace(ack, epoch=1)) is None
+    with pytest.raises(ProtocolError, match="is not of"):
+        pair.send.receive(replace(ack, session=9))
+    with pytest.raises(ProtocolError, match="may not be sent to the prefill side"):
+        pair.send.receive(replace(ack, type=FrameType.KV))
+
+
+def test_flags_and_states_are_visible() -> None:
+    pair = Pair.make()
+    arrival = pair.deliver(pair.frame(pair.pieces()[0], flags=FrameFlag.APP_LIMITED))
+    assert arrival is not None
+    assert arrival.app_limited
+    assert repr(pair.send) == "<SendSession 7 e=2 PREFILLING <Ledger [0,20) whole to 0 frames=1>>"
+    assert "RECEIVING" in repr(pair.receive)
+    pair.send.cancel()
+    with pytest.raises(ProtocolError, match="CANCELLED .* is not PREFILLING"):
+        pair.send.seal(PrefillReport())
