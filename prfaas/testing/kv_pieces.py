@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 from prfaas.layout import KvLayout
@@ -19,8 +20,8 @@ def split_pieces(
         head_cuts = _cuts(0, heads, rng)
         pieces += [
             Piece(span.index, extent.layer, extent.group, t0, t1, h0, h1)
-            for t0, t1 in zip(token_cuts, token_cuts[1:], strict=False)
-            for h0, h1 in zip(head_cuts, head_cuts[1:], strict=False)
+            for t0, t1 in itertools.pairwise(token_cuts)
+            for h0, h1 in itertools.pairwise(head_cuts)
         ]
     return pieces
 

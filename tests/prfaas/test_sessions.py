@@ -355,5 +355,5 @@ def test_flags_and_states_are_visible() -> None:
     assert repr(pair.send) == "<SendSession 7 e=2 PREFILLING <Ledger [0,20) whole to 0 frames=1>>"
     assert "RECEIVING" in repr(pair.receive)
     pair.send.cancel()
-    with pytest.raises(ProtocolError, match="CANCELLED .* is not PREFILLING"):
+    with pytest.raises(ProtocolError, match=r"CANCELLED .* is not PREFILLING"):
         pair.send.seal(PrefillReport())
