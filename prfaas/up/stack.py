@@ -1,0 +1,234 @@
+"""The five processes on one machine: ports, keys, sockets and a configuration file for each."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, SecretStr
+
+from prfaas.settings import (
+    AgentPeer,
+    EngineEndpoint,
+    InstanceAddress,
+    PeerEndpoint,
+    Settings,
+)
+from prfaas.up.process import ProcessSpec
+
+PEER, INSTANCE, ENGINE = "p", "p-0", "d-0"
+READY_TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True, slots=True)
+class StackPlan:
+    """What differs from one stack to the next; `base` has everything else, limits among it."""
+
+    base: Settings
+    model: Path
+    served_model_name: str
+    gateway_port: int = 0
+    threads: int = 1
+    pin: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The loopback ports of one stack."""
+
+    gateway: int
+    d_engine: int
+    d_agent: int
+    p_engine: int
+    p_agent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Writes the configuration files into `directory`, a private one, and names the processes."""
+
+    plan: StackPlan
+    directory: Path
+    ports: Ports
+    transfer_key: str = field(repr=False)
+    cache_secret: str = field(repr=False)
+
+    @staticmethod
+    def create(plan: StackPlan, directory: Path) -> Stack:
+        """Pick free ports and new keys. `directory` must be readable by its owner only."""
+        if directory.stat().st_mode & 0o077:
+            raise ValueError(f"{directory} is open to others")
+        chosen = free_ports(5)
+        return Stack(
+            plan=plan,
+            directory=directory,
+            ports=Ports(plan.gateway_port or chosen[0], *chosen[1:]),
+            transfer_key=secrets.token_hex(32),
+            cache_secret=secrets.token_hex(32),
+        )
+
+    @property
+    def gateway_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports.gateway}"
+
+    @property
+    def d_engine_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports.d_engine}"
+
+    @property
+    def p_engine_url(self) -> str:
+        return f"http://127.0.0.1:{self.ports.p_engine}"
+
+    def engines_and_agents(
+        self,
+        *,
+        prefill_port: int | None = None,
+        d_core: int | None = None,
+        p_core: int | None = None,
+        agent: Mapping[str, Any] | None = None,
+    ) -> tuple[ProcessSpec, ...]:
+        """P engine, P agent, D agent, D engine. `prefill_port`: where D finds P (default: P's own).
+
+        `agent`: settings of D's agent that replace the base's.
+        """
+        return (
+            self._process("p-engine", "engine", self._p_engine(), core=p_core),
+            self._process("p-agent", "prefill", self._p_agent()),
+            self._process("d-agent", "agent", self._d_agent(prefill_port, agent or {})),
+            self._process("d-engine", "engine", self._d_engine(), core=d_core),
+        )
+
+    def gateway(
+        self,
+        *,
+        name: str = "gateway",
+        port: int | None = None,
+        prefill_port: int | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> ProcessSpec:
+        """A gateway in front of D; `settings` replace the base's (`offload`, `policy`, ...)."""
+        section = {
+            **dict(self.plan.base.gateway),
+            "host": "127.0.0.1",
+            "port": self.ports.gateway if port is None else port,
+            "model": self.plan.served_model_name,
+            "tokenizer": self.plan.model,
+            "engines": (
+                EngineEndpoint(
+                    name=ENGINE, url=self.d_engine_url, agent=_loopback(self.ports.d_agent)
+                ),
+            ),
+            "peers": (
+                PeerEndpoint(
+                    peer=PEER,
+                    instance=INSTANCE,
+                    watch=_loopback(prefill_port or self.ports.p_agent),
+                ),
+            ),
+            "transfer_key": self.transfer_key,
+            "cache_secret": self.cache_secret,
+            **(settings or {}),
+        }
+        return self._process(name, "gateway", section)
+
+    def _d_engine(self) -> dict[str, Any]:
+        return self._engine(self.ports.d_engine, "d.sock")
+
+    def _p_engine(self) -> dict[str, Any]:
+        return {**self._engine(self.ports.p_engine, "p.sock"), "roles": ("prefill",)}
+
+    def _engine(self, port: int, socket_name: str) -> dict[str, Any]:
+        return {
+            **dict(self.plan.base.engine),
+            "host": "127.0.0.1",
+            "port": port,
+            "model": self.plan.model,
+            "served_model_name": self.plan.served_model_name,
+            "threads": self.plan.threads,
+            "port_socket": self.directory / socket_name,
+            "debug_endpoints": True,
+        }
+
+    def _d_agent(self, prefill_port: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+        address = _loopback(prefill_port or self.ports.p_agent)
+        return {
+            **dict(self.plan.base.agent),
+            "name": f"{ENGINE}-agent",
+            "socket": self.directory / "d.sock",
+            "host": "127.0.0.1",
+            "port": self.ports.d_agent,
+            "transfer_keys": (self.transfer_key,),
+            "peers": (
+                AgentPeer(name=PEER, instances=(InstanceAddress(name=INSTANCE, address=address),)),
+            ),
+            **settings,
+        }
+
+    def _p_agent(self) -> dict[str, Any]:
+        return {
+            **dict(self.plan.base.prefill),
+            "peer": PEER,
+            "instance": INSTANCE,
+            "socket": self.directory / "p.sock",
+            "host": "127.0.0.1",
+            "port": self.ports.p_agent,
+        }
+
+    def _process(
+        self, name: str, command: str, section: Mapping[str, Any], core: int | None = None
+    ) -> ProcessSpec:
+        file = self.directory / f"{name}.yaml"
+        content = {
+            "config_version": self.plan.base.config_version,
+            "limits": self.plan.base.limits,
+            command: section,
+        }
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
+            yaml.safe_dump(_plain(content), out, sort_keys=False)
+        arguments = ("-m", "prfaas", command, "--config", str(file))
+        return ProcessSpec(name, arguments, self.directory / f"{name}.log", core)
+
+
+def free_ports(count: int) -> list[int]:
+    """Loopback ports that nobody listens on now."""
+    with ExitStack() as held:
+        ports = []
+        for _ in range(count):
+            sock = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            sock.bind(("127.0.0.1", 0))
+            ports.append(int(sock.getsockname()[1]))
+        return ports
+
+
+def engine_cores(pin: bool) -> tuple[int | None, int | None]:
+    """Cores for D and P: one each where this process may use two, else none."""
+    if not pin or not hasattr(os, "sched_getaffinity"):
+        return None, None
+    cores = sorted(os.sched_getaffinity(0))
+    return (cores[0], cores[1]) if len(cores) >= 2 else (None, None)
+
+
+def _loopback(port: int) -> str:
+    return f"127.0.0.1:{port}"
+
+
+def _plain(value: object) -> object:
+    """YAML's own types; secrets are written out, which is why the files are private."""
+    if isinstance(value, BaseModel):
+        return {name: _plain(item) for name, item in value}
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value
