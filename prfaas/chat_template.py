@@ -52,9 +52,9 @@ class ChatTemplate:
         template = template or self._templates.get(_DEFAULT_TEMPLATE)
         if template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
-        variables = self._special_tokens | template_kwargs
+        variables = {"documents": None} | self._special_tokens | template_kwargs
         variables |= {
-            "messages": [_with_plain_content(message) for message in messages],
+            "messages": [_plain(message) for message in messages],
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
@@ -113,16 +113,18 @@ def _strftime_now(format_: str) -> str:
     return datetime.now().strftime(format_)
 
 
-def _with_plain_content(message: Message) -> Message:
-    """The message with a list of text parts joined by newlines, as most templates want it."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    texts = []
-    for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        text = part.get("text") if kind == "text" else None
-        if not isinstance(text, str):
-            raise InvalidRequest(f"content part of type {kind!r} is not text", param="messages")
-        texts.append(text)
-    return {**message, "content": "\n".join(texts)}
+def _plain(message: Message) -> Message:
+    """The message as most templates want it: no null fields, text parts joined by newlines."""
+    fields = {name: value for name, value in message.items() if value is not None}
+    content = fields.get("content")
+    if isinstance(content, list):
+        fields["content"] = "\n".join(_text_of(part) for part in content)
+    return fields
+
+
+def _text_of(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise InvalidRequest(f"content part of type {kind!r} is not text", param="messages")
+    return text

@@ -9,6 +9,8 @@ import tokenizers
 
 # What an unfinished or invalid UTF-8 sequence decodes to.
 _REPLACEMENT = "\ufffd"
+# A character has at most four bytes, so more tokens than this without one are not on the way to it.
+_MAX_HELD_TOKENS = 4
 
 
 def _byte_level_alphabet() -> dict[str, int]:
@@ -42,8 +44,9 @@ class _Stream(Protocol):
 class IncrementalDetokenizer:
     """Owns the decoding state of one answer; nothing to close.
 
-    The pieces, `flush` included, concatenate to what decoding all ids at once gives. A piece never
-    ends inside a character: its bytes are held back until they are whole or proven invalid.
+    The pieces, `flush` included, concatenate to what decoding all ids at once gives (vocabularies
+    that are not byte-level: as long as that is valid text). A piece never ends inside a character:
+    its bytes are held back until they are whole or proven invalid.
     """
 
     def __init__(
@@ -91,7 +94,10 @@ class _WindowStream:
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._pending()
-        if not text or text.endswith(_REPLACEMENT):
+        held = len(self._window) - self._shown
+        if text.endswith(_REPLACEMENT) and held < _MAX_HELD_TOKENS:
+            return ""
+        if not text:
             return ""
         self._window = self._window[self._shown :]
         self._shown = len(self._window)
