@@ -93,16 +93,20 @@ class Stack:
         d_core: int | None = None,
         p_core: int | None = None,
         agent: Mapping[str, Any] | None = None,
+        d_engine: Mapping[str, Any] | None = None,
+        p_engine: Mapping[str, Any] | None = None,
     ) -> tuple[ProcessSpec, ...]:
         """P engine, P agent, D agent, D engine. `prefill_port`: where D finds P (default: P's own).
 
-        `agent`: settings of D's agent that replace the base's.
+        `agent`, `d_engine`, `p_engine`: settings of that process that replace the base's.
         """
+        d_section = {**self._d_engine(), **(d_engine or {})}
+        p_section = {**self._p_engine(), **(p_engine or {})}
         return (
-            self._process("p-engine", "engine", self._p_engine(), core=p_core),
+            self._process("p-engine", "engine", p_section, core=p_core),
             self._process("p-agent", "prefill", self._p_agent()),
             self._process("d-agent", "agent", self._d_agent(prefill_port, agent or {})),
-            self._process("d-engine", "engine", self._d_engine(), core=d_core),
+            self._process("d-engine", "engine", d_section, core=d_core),
         )
 
     def gateway(
