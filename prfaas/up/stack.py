@@ -96,17 +96,41 @@ class Stack:
         d_engine: Mapping[str, Any] | None = None,
         p_engine: Mapping[str, Any] | None = None,
     ) -> tuple[ProcessSpec, ...]:
-        """P engine, P agent, D agent, D engine. `prefill_port`: where D finds P (default: P's own).
-
-        `agent`, `d_engine`, `p_engine`: settings of that process that replace the base's.
-        """
-        d_section = {**self._d_engine(), **(d_engine or {})}
-        p_section = {**self._p_engine(), **(p_engine or {})}
+        """P engine, P agent, D agent, D engine; parameters as of the two sides."""
         return (
-            self._process("p-engine", "engine", p_section, core=p_core),
+            *self.prefill_side(core=p_core, engine=p_engine),
+            *self.decode_side(prefill_port=prefill_port, core=d_core, agent=agent, engine=d_engine),
+        )
+
+    def prefill_side(
+        self, *, core: int | None = None, engine: Mapping[str, Any] | None = None
+    ) -> tuple[ProcessSpec, ...]:
+        """P: engine and agent. `engine`: settings of that process that replace the base's."""
+        section = {**self._p_engine(), **(engine or {})}
+        return (
+            self._process("p-engine", "engine", section, core=core),
             self._process("p-agent", "prefill", self._p_agent()),
-            self._process("d-agent", "agent", self._d_agent(prefill_port, agent or {})),
-            self._process("d-engine", "engine", d_section, core=d_core),
+        )
+
+    def decode_side(
+        self,
+        *,
+        prefill_port: int | None = None,
+        core: int | None = None,
+        agent: Mapping[str, Any] | None = None,
+        engine: Mapping[str, Any] | None = None,
+        suffix: str = "",
+    ) -> tuple[ProcessSpec, ...]:
+        """D: agent and engine. `prefill_port`: where D finds P (default: P's own port).
+
+        `agent`, `engine`: settings of that process that replace the base's. `suffix` tells two Ds
+        apart.
+        """
+        agent_section = {**self._d_agent(prefill_port), **(agent or {})}
+        engine_section = {**self._d_engine(), **(engine or {})}
+        return (
+            self._process(f"d-agent{suffix}", "agent", agent_section),
+            self._process(f"d-engine{suffix}", "engine", engine_section, core=core),
         )
 
     def gateway(
@@ -160,7 +184,7 @@ class Stack:
             "debug_endpoints": True,
         }
 
-    def _d_agent(self, prefill_port: int | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def _d_agent(self, prefill_port: int | None) -> dict[str, Any]:
         address = _loopback(prefill_port or self.ports.p_agent)
         return {
             **dict(self.plan.base.agent),
@@ -172,7 +196,6 @@ class Stack:
             "peers": (
                 AgentPeer(name=PEER, instances=(InstanceAddress(name=INSTANCE, address=address),)),
             ),
-            **settings,
         }
 
     def _p_agent(self) -> dict[str, Any]:

@@ -49,7 +49,8 @@ def test_files_are_private_valid_and_agree(stack: Stack) -> None:
 
 
 def test_a_link_between_the_clusters_is_seen_from_d_only(stack: Stack) -> None:
-    stack.engines_and_agents(prefill_port=5, agent={"hold_until_sealed": True})
+    stack.prefill_side()
+    stack.decode_side(prefill_port=5, agent={"hold_until_sealed": True})
     stack.gateway(prefill_port=5, settings={"offload": False}, name="local", port=0)
     agent = config_of(stack, "d-agent").agent
     assert agent.hold_until_sealed
