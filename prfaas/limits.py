@@ -13,6 +13,12 @@ class Limits(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_body_bytes: int = Field(8 << 20, gt=0, description="Largest HTTP request body.")
+    max_answer_bytes: int = Field(
+        64 << 20, gt=0, description="Largest answer of an engine that is not streamed."
+    )
+    max_event_bytes: int = Field(
+        1 << 20, gt=0, description="Largest event of a streamed answer, and held before the commit."
+    )
     max_prompt_tokens: int = Field(131072, gt=0, description="Longest prompt any process accepts.")
     request_timeout_s: float = Field(
         600.0, gt=0, description="One request from first byte to last."

@@ -1,0 +1,264 @@
+"""What the gateway knows of all engines: feeds with their ages, the index, what was just sent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gateway.prefix_index import ExactPrefixIndex
+from gateway.sent import SentLedger
+from gateway.tokenise import Chains
+from prfaas.clock import SYSTEM_CLOCK, Clock
+from prfaas.limits import Limits
+from prfaas.settings import EngineEndpoint, GatewaySettings, PeerEndpoint
+from prfaas.snapshot import (
+    UNKNOWN_CURVE,
+    EngineLoad,
+    LinkClass,
+    LinkState,
+    LocalEngine,
+    Outcome,
+    PrefillCurve,
+    RemoteInstance,
+    Snapshot,
+)
+from prfaas.telemetry import EngineInfo, LinkInfo, WatchUpdate
+
+logger = logging.getLogger(__name__)
+
+NEVER = float("inf")
+UNCONNECTED = EngineInfo(name="")
+
+
+@dataclass(slots=True)
+class Feed:
+    """The last word of one agent. `place` is our own name for its engine."""
+
+    place: str
+    address: str
+    connected: bool = False
+    heard_at: float | None = None
+    engine: EngineInfo = UNCONNECTED
+    links: dict[tuple[str, str], LinkInfo] = field(default_factory=dict)
+    reconnects: int = 0
+    silent_since: float | None = None
+    warned_silent: bool = False
+    warned_model: str = ""
+
+    def age_s(self, now: float) -> float:
+        return NEVER if self.heard_at is None else now - self.heard_at
+
+
+class ClusterView:
+    """Owns feeds, prefix index and the ledger of what was sent; synchronous, nothing to close.
+
+    Watch clients push updates in; a decision takes a frozen Snapshot out.
+    """
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        limits: Limits,
+        clock: Clock = SYSTEM_CLOCK,
+        index: ExactPrefixIndex | None = None,
+    ) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._model = settings.model
+        self._engine: EngineEndpoint = settings.engines[0]
+        self._peers: tuple[PeerEndpoint, ...] = settings.peers
+        self.index = index or ExactPrefixIndex()
+        self.sent = SentLedger(settle_s=limits.watch_interval_s)
+        self.feeds: dict[str, Feed] = {}
+        if self._engine.agent is not None:
+            self._add_feed(self._engine.name, self._engine.agent)
+        for peer in self._peers:
+            self._add_feed(place_of(peer), peer.watch)
+
+    @property
+    def engine_name(self) -> str:
+        return self._engine.name
+
+    def _add_feed(self, place: str, address: str) -> None:
+        self.feeds[place] = Feed(place, address)
+
+    def update(self, place: str, update: WatchUpdate) -> tuple[Outcome, ...]:
+        """Take in one Watch event of the agent at `place`; returns the outcomes it reports."""
+        feed, now = self.feeds[place], self._clock.now()
+        feed.connected, feed.heard_at = True, now
+        if update.full:
+            feed.links = {}
+            feed.engine = UNCONNECTED
+        for info in update.engines:
+            feed.engine = info
+        for link in update.links:
+            feed.links[(link.peer, link.instance)] = link
+        self.index.update(place, update)
+        is_d = place == self._engine.name
+        if is_d and update.engines:
+            self.sent.load_reported(place, now)
+        for transfer_id in update.started:
+            (self.sent.shown_by_d if is_d else self.sent.shown_by_p)(transfer_id)
+        if is_d:
+            self._warn_once(feed, now)
+        return update.outcomes
+
+    def disconnected(self, place: str) -> None:
+        """The stream ended: its data age from here on, and its index cannot be kept up."""
+        feed = self.feeds[place]
+        if feed.connected:
+            feed.reconnects += 1
+        feed.connected = False
+        self.index.drop(place)
+
+    def block_sizes(self) -> frozenset[int]:
+        """Block sizes of all engines heard of, for which a prompt needs a hash chain."""
+        return frozenset(f.engine.block_tokens for f in self.feeds.values()) - {0}
+
+    def cache_known(self, place: str) -> bool:
+        feed = self.feeds.get(place)
+        return feed is not None and self.index.known(place, feed.engine.epoch)
+
+    def local_cache_known(self) -> bool:
+        """D publishes what it holds (case 3)."""
+        return self.cache_known(self._engine.name)
+
+    def snapshot(self, chains: Chains, fallback_free_tokens: int = 0) -> Snapshot:
+        """Everything one decision may look at, with ages as of now."""
+        now = self._clock.now()
+        local = self._local(chains, now)
+        d_feed = self.feeds.get(self._engine.name)
+        return Snapshot(
+            local=local,
+            remotes=tuple([self._remote(peer, d_feed, chains, now) for peer in self._peers]),
+            token_bytes=d_feed.engine.token_bytes if d_feed is not None else 0,
+            max_age_s=self._limits.watch_stale_s,
+            fallback_free_tokens=fallback_free_tokens,
+        )
+
+    def _local(self, chains: Chains, now: float) -> LocalEngine:
+        name = self._engine.name
+        feed = self.feeds.get(name)
+        if feed is None:  # an OpenAI server without our connector: it is never offloaded from
+            unshown = self.sent.unshown(name)
+            load = EngineLoad(sent_tokens=unshown.tokens, sent_requests=unshown.requests)
+            return LocalEngine(name, load, UNKNOWN_CURVE, 0, offload_ready=False)
+        info = feed.engine
+        return LocalEngine(
+            name=name,
+            load=self._load(feed, now),
+            curve=curve_of(info),
+            matched_tokens=self._matched(feed, chains),
+            free_staging_bytes=max(0, info.free_staging_bytes - self.sent.raw_bytes()),
+            offload_ready=info.ready and _has_role(info, "decode"),
+        )
+
+    def _remote(
+        self, peer: PeerEndpoint, d_feed: Feed | None, chains: Chains, now: float
+    ) -> RemoteInstance:
+        feed = self.feeds[place_of(peer)]
+        info = feed.engine
+        link = d_feed.links.get((peer.peer, peer.instance)) if d_feed is not None else None
+        unshown = self.sent.unshown(feed.place)
+        return RemoteInstance(
+            peer=peer.peer,
+            instance=peer.instance,
+            link_class=LinkClass(peer.link_class),
+            load=self._load(feed, now),
+            curve=curve_of(info),
+            matched_tokens=self._matched(feed, chains),
+            link=_link_state(link, d_feed, unshown.wire_bytes, now),
+            free_retention_bytes=max(0, info.free_retention_bytes - unshown.raw_bytes),
+            ready=info.ready and _has_role(info, "prefill") and link is not None and link.ready,
+        )
+
+    def _load(self, feed: Feed, now: float) -> EngineLoad:
+        info, unshown = feed.engine, self.sent.unshown(feed.place)
+        return EngineLoad(
+            queue_tokens=info.queue_tokens,
+            waiting=info.waiting,
+            running=info.running,
+            context_tokens=info.context_tokens,
+            free_blocks=info.free_blocks,
+            total_blocks=info.total_blocks,
+            decode_step_s=info.decode_step_s,
+            sent_tokens=unshown.tokens,
+            sent_requests=unshown.requests,
+            draining=info.draining,
+            age_s=feed.age_s(now),
+        )
+
+    def _matched(self, feed: Feed, chains: Chains) -> int:
+        info = feed.engine
+        if not self.index.known(feed.place, info.epoch):
+            return 0
+        return self.index.match(feed.place, chains.get(info.block_tokens, ())) * info.block_tokens
+
+    def _warn_once(self, feed: Feed, now: float) -> None:
+        """Say what keeps D's requests from being offloaded, once for each start of the engine."""
+        info = feed.engine
+        if info.ready and info.model and info.model != self._model != feed.warned_model:
+            feed.warned_model = self._model
+            logger.warning(
+                "engine %s serves model %r, the gateway %r", feed.place, info.model, self._model
+            )
+        if not info.ready or self.index.known(feed.place, info.epoch):
+            feed.silent_since = None
+        elif feed.silent_since is None:
+            feed.silent_since = now
+        elif now - feed.silent_since > self._limits.watch_stale_s and not feed.warned_silent:
+            feed.warned_silent = True
+            logger.warning(
+                "engine %s publishes no cache events: what it has cached is unknown, so nothing "
+                "is offloaded (reason no_cache_info)",
+                feed.place,
+            )
+
+
+def place_of(peer: PeerEndpoint) -> str:
+    return f"{peer.peer}/{peer.instance}"
+
+
+def curve_of(info: EngineInfo) -> PrefillCurve:
+    """The engine's curve; a chunk size of 0, which a broken agent may send, is no curve."""
+    return info.curve if info.curve.chunk_tokens > 0 else UNKNOWN_CURVE
+
+
+def _has_role(info: EngineInfo, role: str) -> bool:
+    return role in info.roles
+
+
+def _link_state(
+    link: LinkInfo | None, d_feed: Feed | None, unshown_wire_bytes: int, now: float
+) -> LinkState:
+    if link is None or d_feed is None:
+        return LinkState(age_s=NEVER)
+    return LinkState(
+        goodput_bytes_per_s=link.goodput_bytes_per_s,
+        rtt_s=link.rtt_s,
+        in_flight_bytes=link.in_flight_bytes + unshown_wire_bytes,
+        wire_ratio=link.wire_ratio if link.wire_ratio > 0 else 1.0,
+        age_s=d_feed.age_s(now) + link.age_s,
+    )
+
+
+def describe(view: ClusterView, snapshot: Snapshot) -> Mapping[str, object]:
+    """The view as plain data for `/prfaas/cluster`."""
+    return {
+        "snapshot": snapshot,
+        "feeds": [
+            {
+                "place": feed.place,
+                "address": feed.address,
+                "connected": feed.connected,
+                "reconnects": feed.reconnects,
+                "engine": feed.engine,
+                "links": list(feed.links.values()),
+                "index_blocks": view.index.blocks(feed.place),
+                "cache_known": view.cache_known(feed.place),
+            }
+            for feed in view.feeds.values()
+        ],
+        "unshown_requests": len(view.sent),
+    }

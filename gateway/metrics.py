@@ -1,0 +1,171 @@
+"""Prometheus metrics of one gateway, in a registry of its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.admission import Admission, FallbackBudget
+from gateway.cluster_view import ClusterView
+from gateway.records import RequestRecord
+from prfaas.clock import Clock
+from prfaas.snapshot import Outcome
+
+TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
+ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)
+E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+
+FELL_BACK = frozenset({"partial", "local", "refused", "failed"})
+"""Outcomes in which D did not get all it was to get; `aborted` is the client's doing."""
+
+_WORD = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+class GatewayMetrics:
+    """Owns the registry; `render` is what `/metrics` serves."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Requests by HTTP status.", "target", "status")
+        self.decisions = self._counter("decisions", "Decisions and why.", "target", "reason")
+        self.fallbacks = self._counter(
+            "fallbacks", "Requests meant for a peer of which D prefilled some or all.", "reason"
+        )
+        self.outcomes = self._counter("outcomes", "Transfers by how they ended.", "status")
+        self.refused = self._counter("refused", "Requests refused at the door.", "reason")
+        self.stripped = self._counter(
+            "stripped_fields", "Transfer fields of clients that were removed.", "field"
+        )
+        self.broken_streams = self._counter(
+            "broken_streams", "Answers that broke off after their first byte.", "reason"
+        )
+        self.offloaded_tokens = self._counter("offloaded_tokens", "Uncached tokens sent to peers.")
+        self.kv_raw_bytes = self._counter("kv_raw_bytes", "KV received from peers, decoded.")
+        self.kv_wire_bytes = self._counter("kv_wire_bytes", "KV received from peers, as sent.")
+        self.ttft = self._histogram("ttft_seconds", "To the first event of a stream.", TTFT_BUCKETS)
+        self.itl = self._histogram("itl_seconds", "Between two events of a stream.", ITL_BUCKETS)
+        self.e2e = self._histogram("e2e_seconds", "To the end of the answer.", E2E_BUCKETS)
+        self.engine_up = Gauge(
+            "prfaas_gateway_engine_up",
+            "1 where the engine's /health answers.",
+            ["engine"],
+            registry=self.registry,
+        )
+        self.tokenizer_difference = Gauge(
+            "prfaas_gateway_tokenizer_difference_ratio",
+            "Share of token ids in which the gateway's tokenizer last differed from the engine's.",
+            registry=self.registry,
+        )
+        self.tokenizer_difference.set(float("nan"))
+
+    def watch(
+        self, view: ClusterView, admission: Admission, budget: FallbackBudget, clock: Clock
+    ) -> None:
+        """Add the gauges that are read from live state when scraped."""
+        self.registry.register(_LiveGauges(view, admission, budget, clock))
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def finished(self, record: RequestRecord) -> None:
+        """Count a request that has ended."""
+        target = record.target.value
+        self.requests.labels(target, record.status).inc()
+        if record.ttft_s is not None:
+            self.ttft.labels(target).observe(record.ttft_s)
+        if record.e2e_s is not None:
+            self.e2e.labels(target).observe(record.e2e_s)
+        if record.committed and record.error:
+            self.broken_streams.labels(word(record.error)).inc()
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Count what became of a transfer."""
+        self.outcomes.labels(word(outcome.status)).inc()
+        self.kv_raw_bytes.inc(outcome.raw_bytes)
+        self.kv_wire_bytes.inc(outcome.wire_bytes)
+        if outcome.status in FELL_BACK:
+            self.fallbacks.labels(word(outcome.reason)).inc()
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"prfaas_gateway_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"prfaas_gateway_{name}", text, ["target"], buckets=buckets, registry=self.registry
+        )
+
+
+def word(reason: str) -> str:
+    """A reason from outside as a label value: only stable words, so that labels stay few."""
+    return reason if _WORD.fullmatch(reason) else "other"
+
+
+class _LiveGauges(Collector):
+    """Read from the cluster view at each scrape."""
+
+    def __init__(
+        self, view: ClusterView, admission: Admission, budget: FallbackBudget, clock: Clock
+    ) -> None:
+        self._view = view
+        self._admission = admission
+        self._budget = budget
+        self._clock = clock
+
+    def collect(self) -> Iterable[Metric]:
+        yield _single("in_flight_requests", "Requests being served.", self._admission.in_flight)
+        yield _single("in_flight_requests_peak", "The most so far.", self._admission.peak)
+        yield _single(
+            "fallback_granted_tokens",
+            "Uncached tokens of unfinished offloads that may fall back to D.",
+            self._budget.granted_tokens,
+        )
+        yield from self._feeds()
+        yield from self._links()
+
+    def _feeds(self) -> Iterable[Metric]:
+        now, view = self._clock.now(), self._view
+        age = _family("telemetry_age_seconds", "Since the agent was last heard.", "agent")
+        connected = _family("telemetry_connected", "1 while the feed is open.", "agent")
+        blocks = _family("index_blocks", "Blocks the prefix index knows.", "engine")
+        for feed in view.feeds.values():
+            age.add_metric([feed.place], feed.age_s(now))
+            connected.add_metric([feed.place], feed.connected)
+            blocks.add_metric([feed.place], view.index.blocks(feed.place))
+        events = _family(
+            "cache_events",
+            "1 where D publishes cache events; 0: what it caches is unknown.",
+            "engine",
+        )
+        events.add_metric([view.engine_name], view.local_cache_known())
+        yield from (age, connected, blocks, events)
+
+    def _links(self) -> Iterable[Metric]:
+        feed = self._view.feeds.get(self._view.engine_name)
+        values: tuple[tuple[str, str, Callable[..., float]], ...] = (
+            ("link_ready", "1 where the peer is paired and reachable.", lambda k: k.ready),
+            (
+                "link_goodput_bytes_per_second",
+                "Measured; 0: not yet.",
+                lambda k: k.goodput_bytes_per_s,
+            ),
+            ("link_rtt_seconds", "Measured round trip.", lambda k: k.rtt_s),
+            ("link_in_flight_bytes", "Wire bytes still to come.", lambda k: k.in_flight_bytes),
+            ("link_wire_ratio", "Raw over wire bytes.", lambda k: k.wire_ratio),
+        )
+        for name, text, value in values:
+            family = _family(name, text, "peer", "instance")
+            for link in feed.links.values() if feed is not None else ():
+                family.add_metric([link.peer, link.instance], float(value(link)))
+            yield family
+
+
+def _family(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"prfaas_gateway_{name}", text, labels=list(labels))
+
+
+def _single(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"prfaas_gateway_{name}", text, value=value)

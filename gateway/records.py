@@ -1,0 +1,153 @@
+"""What happened to each request: a bounded history to inspect, and one log line for each."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prfaas.clock import Clock
+from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target
+
+MAX_ITL_SAMPLES = 2048
+"""Gaps kept of one request; the histogram has them all."""
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request from its first byte to its end; times in seconds of the gateway's clock."""
+
+    request_id: str
+    api: str
+    trace_id: str
+    started_at: float
+    started_wall: float
+    transfer_id: str = ""
+    body_bytes: int = 0
+    stream: bool = False
+    facts: RequestFacts | None = None
+    snapshot: Snapshot | None = None
+    policy: str = ""
+    policy_state: object = None
+    decision: Decision | None = None
+    on_failure: str = ""
+    """What the agent was told: `local` where the fallback budget granted it."""
+    status: str = ""
+    """HTTP status, 499 for a client that left; empty while the request runs."""
+    error: str = ""
+    """Kind of the error, also of one after the commit (then the status is 200)."""
+    committed: bool = False
+    outcome: Outcome | None = None
+    first_event_at: float | None = None
+    last_event_at: float | None = None
+    ended_at: float | None = None
+    events: int = 0
+    itl_s: list[float] = field(default_factory=list)
+
+    @property
+    def target(self) -> Target:
+        """Where it was sent: remote only with a plan in hand."""
+        return Target.REMOTE if self.transfer_id else Target.LOCAL
+
+    @property
+    def ttft_s(self) -> float | None:
+        """First `data:` event; None for an answer that is not streamed."""
+        return None if self.first_event_at is None else self.first_event_at - self.started_at
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self.ended_at is None else self.ended_at - self.started_at
+
+    def saw_events(self, count: int, now: float) -> list[float]:
+        """Count events that arrived together; returns the gaps they stand for, in seconds."""
+        self.events += count
+        last, self.last_event_at = self.last_event_at, now
+        if last is None:
+            self.first_event_at = now
+            return []
+        gaps = [(now - last) / count] * count
+        room = MAX_ITL_SAMPLES - len(self.itl_s)
+        self.itl_s.extend(gaps[:room])
+        return gaps
+
+
+class RecordBook:
+    """Keeps the latest requests, running ones among them; nothing to close.
+
+    A request id that comes again replaces the older request of that name.
+    """
+
+    def __init__(self, capacity: int, clock: Clock) -> None:
+        self._capacity = capacity
+        self._clock = clock
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._transfers: dict[str, RequestRecord] = {}
+
+    def open(self, request_id: str, api: str, trace_id: str) -> RequestRecord:
+        record = RequestRecord(request_id, api, trace_id, self._clock.now(), self._clock.wall())
+        self._drop(self._records.pop(request_id, None))
+        self._records[request_id] = record
+        while len(self._records) > self._capacity:
+            self._drop(self._records.popitem(last=False)[1])
+        return record
+
+    def offloaded(self, record: RequestRecord, transfer_id: str) -> None:
+        """The record will have an outcome under this transfer id."""
+        record.transfer_id = transfer_id
+        self._transfers[transfer_id] = record
+
+    def get(self, request_id: str) -> RequestRecord | None:
+        return self._records.get(request_id)
+
+    def of_transfer(self, transfer_id: str) -> RequestRecord | None:
+        return self._transfers.get(transfer_id)
+
+    def latest(self, limit: int) -> Iterator[RequestRecord]:
+        """Newest first."""
+        for at, record in enumerate(reversed(self._records.values())):
+            if at >= limit:
+                return
+            yield record
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def _drop(self, record: RequestRecord | None) -> None:
+        if record is not None and record.transfer_id:
+            self._transfers.pop(record.transfer_id, None)
+
+
+def summary(record: RequestRecord) -> Mapping[str, Any]:
+    """A record as plain data, without anything of the prompt; enough to replay the decision."""
+    decision = record.decision
+    return {
+        "request_id": record.request_id,
+        "transfer_id": record.transfer_id or None,
+        "trace_id": record.trace_id,
+        "api": record.api,
+        "received": record.started_wall,
+        "stream": record.stream,
+        "body_bytes": record.body_bytes,
+        "target": record.target,
+        "reason": decision.reason if decision is not None else None,
+        "plan": [f"{peer}/{instance}" for peer, instance in decision.plan] if decision else [],
+        "estimates": decision.estimates if decision is not None else [],
+        "uncached_tokens": decision.uncached_tokens if decision is not None else None,
+        "on_failure": record.on_failure or None,
+        "status": record.status or None,
+        "error": record.error or None,
+        "ttft_s": record.ttft_s,
+        "e2e_s": record.e2e_s,
+        "events": record.events,
+        "outcome": record.outcome,
+        "policy": record.policy,
+        "policy_state": record.policy_state,
+        "facts": record.facts,
+        "snapshot": record.snapshot,
+    }
+
+
+def detail(record: RequestRecord) -> Mapping[str, Any]:
+    """The summary with the samples behind it."""
+    return {**summary(record), "itl_s": record.itl_s}

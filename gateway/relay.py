@@ -1,0 +1,167 @@
+"""From the engine's answer to the client: the commit point, true status codes, and honest ends.
+
+Nothing goes to the client before the engine's first `data:` event, so a failure until then is a
+plain error with its own status. After it a failure is an error event in OpenAI's shape, without
+[DONE], and the connection closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from gateway.sse import SseSplitter, first_data
+from gateway.upstream import UpstreamResponse
+from prfaas.errors import BY_KIND, Cancelled, EngineUnavailable, PrfaasError, openai_body
+from prfaas.limits import Limits
+
+EVENT_STREAM = "text/event-stream"
+PASSED_HEADERS = ("content-type", "retry-after")
+"""Of the engine's headers; all others are about its own connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeAnswer:
+    """An answer that is not streamed, or an error before the commit."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes = field(repr=False)
+
+
+class ClientSink(Protocol):
+    """The client's side of a streamed answer. A client that goes away cancels the request's task.
+
+    Writing waits for a slow client, up to a limit, and raises Cancelled beyond it.
+    """
+
+    @property
+    def started(self) -> bool: ...
+
+    async def start(self, headers: Mapping[str, str]) -> None:
+        """Commit: status 200 and the headers go out."""
+        ...
+
+    async def write(self, data: bytes) -> None: ...
+
+    async def end(self, complete: bool) -> None:
+        """End the stream; an incomplete one also closes the connection."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Relayed:
+    """How a stream ended; `broken` says why it is not complete."""
+
+    broken: str = ""
+
+
+async def relay_whole(response: UpstreamResponse, limits: Limits) -> WholeAnswer:
+    """The engine's answer with its own status. Raises EngineUnavailable when it breaks off."""
+    body = await response.read(limits.max_answer_bytes)
+    headers = {k: v for k in PASSED_HEADERS if (v := response.headers.get(k)) is not None}
+    if response.status >= 400 and not _has_error_shape(body):
+        error = _error_of_status(response.status, body)
+        headers["content-type"] = "application/json"
+        body = msgspec.json.encode(openai_body(error))
+    return WholeAnswer(response.status, headers, body)
+
+
+async def relay_stream(
+    response: UpstreamResponse,
+    sink: ClientSink,
+    limits: Limits,
+    headers: Mapping[str, str],
+    on_events: Callable[[int], None],
+) -> WholeAnswer | Relayed:
+    """Relay server-sent events; an error that comes first is answered as a whole with its status.
+
+    `on_events(count)` is called for events as they arrive, first of all before the commit. Raises
+    EngineUnavailable for a failure before the commit.
+    """
+    splitter = SseSplitter(limits.max_event_bytes)
+    chunks = response.chunks()
+    held = await _until_first_event(chunks, splitter, limits)
+    refused = _first_error(held)
+    if refused is not None:
+        return refused
+    on_events(splitter.events)
+    await sink.start(headers)
+    await sink.write(held)
+    try:
+        async for chunk in chunks:
+            seen = splitter.events
+            whole = splitter.feed(chunk)
+            if not whole:
+                continue
+            if splitter.events > seen:
+                on_events(splitter.events - seen)
+            await sink.write(whole)
+    except Cancelled:
+        raise
+    except PrfaasError as exc:
+        return await end_broken(sink, exc)
+    if splitter.failed:
+        await sink.end(complete=False)
+        return Relayed("engine_error_event")
+    if not splitter.done:
+        return await end_broken(sink, EngineUnavailable("the engine ended the stream early"))
+    await sink.end(complete=True)
+    return Relayed()
+
+
+async def end_broken(sink: ClientSink, error: PrfaasError) -> Relayed:
+    """Say in the stream that it is not complete, and close."""
+    await sink.write(b"data: " + msgspec.json.encode(openai_body(error)) + b"\n\n")
+    await sink.end(complete=False)
+    return Relayed(error.kind)
+
+
+async def _until_first_event(
+    chunks: AsyncIterator[bytes], splitter: SseSplitter, limits: Limits
+) -> bytes:
+    held = b""
+    async for chunk in chunks:
+        held += splitter.feed(chunk)
+        if splitter.events or splitter.done:
+            return held
+        if len(held) > limits.max_event_bytes:
+            break
+    raise EngineUnavailable("the engine ended the stream before its first event")
+
+
+def _first_error(held: bytes) -> WholeAnswer | None:
+    """An engine that fails before its first token may have said 200 already: undo that."""
+    payload = first_data(held)
+    if not _has_error_shape(payload):
+        return None
+    error = msgspec.json.decode(payload)["error"]
+    status = _status_of(error)
+    return WholeAnswer(status, {"content-type": "application/json"}, payload)
+
+
+def _status_of(error: Mapping[str, Any]) -> int:
+    for key in ("code", "type"):
+        value = error.get(key)
+        if isinstance(value, int) and 400 <= value <= 599:
+            return value
+        if isinstance(value, str) and value in BY_KIND:
+            return BY_KIND[value].http_status
+    return 502
+
+
+def _has_error_shape(body: bytes) -> bool:
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return isinstance(data, dict) and isinstance(data.get("error"), dict)
+
+
+def _error_of_status(status: int, body: bytes) -> PrfaasError:
+    """An error that is not in OpenAI's shape (a proxy's page, an older engine) in that shape."""
+    text = body[:500].decode(errors="replace").strip()
+    return EngineUnavailable(f"the engine answered {status}: {text or 'no body'}")

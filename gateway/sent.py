@@ -1,0 +1,103 @@
+"""What this gateway sent and the feeds do not show yet, so that a burst spreads (case 42)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Unshown:
+    """Sums over one place's dispatched and not yet shown requests."""
+
+    tokens: int = 0
+    requests: int = 0
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    place: str
+    tokens: int
+    raw_bytes: int
+    wire_bytes: int
+    at: float
+
+
+class SentLedger:
+    """Counts a dispatch from when it leaves until the load of its place includes it.
+
+    A remote one has two halves: its tokens count at P until P's agent names the transfer, its bytes
+    on the link until D's agent does. A local one has no transfer id, so it counts until D reports a
+    load that is clearly younger, or its first token comes. Keys are our own ids; nothing to close.
+    """
+
+    def __init__(self, settle_s: float) -> None:
+        """`settle_s`: a load report this much younger than a local dispatch includes it."""
+        self._settle_s = settle_s
+        self._tokens: dict[str, _Entry] = {}
+        self._bytes: dict[str, _Entry] = {}
+        self._local: dict[str, _Entry] = {}
+        self._sums: dict[str, Unshown] = defaultdict(Unshown)
+
+    def add_local(self, key: str, engine: str, tokens: int, now: float) -> None:
+        self._add(self._local, key, _Entry(engine, tokens, 0, 0, now))
+
+    def add_remote(
+        self, key: str, place: str, tokens: int, raw_bytes: int, wire_bytes: int, now: float
+    ) -> None:
+        """`place` is `peer/instance`, the first of the plan."""
+        self._add(self._tokens, key, _Entry(place, tokens, 0, 0, now))
+        self._add(self._bytes, key, _Entry(place, 0, raw_bytes, wire_bytes, now))
+
+    def shown_by_p(self, key: str) -> None:
+        self._remove(self._tokens, key)
+
+    def shown_by_d(self, key: str) -> None:
+        self._remove(self._bytes, key)
+
+    def load_reported(self, engine: str, now: float) -> None:
+        """D reported its load: what was sent well before is in it."""
+        old = [
+            key
+            for key, entry in self._local.items()
+            if entry.place == engine and entry.at <= now - self._settle_s
+        ]
+        for key in old:
+            self._remove(self._local, key)
+
+    def finish(self, key: str) -> None:
+        """The prefill is over, wherever it ran."""
+        for table in (self._tokens, self._bytes, self._local):
+            self._remove(table, key)
+
+    def unshown(self, place: str) -> Unshown:
+        return self._sums.get(place) or Unshown()
+
+    def raw_bytes(self) -> int:
+        """Staging that transfers not yet shown will take at D."""
+        return sum(entry.raw_bytes for entry in self._bytes.values())
+
+    def __len__(self) -> int:
+        return len(self._tokens.keys() | self._bytes.keys() | self._local.keys())
+
+    def _add(self, table: dict[str, _Entry], key: str, entry: _Entry) -> None:
+        self._remove(table, key)
+        table[key] = entry
+        self._sum(table, entry, 1)
+
+    def _remove(self, table: dict[str, _Entry], key: str) -> None:
+        entry = table.pop(key, None)
+        if entry is not None:
+            self._sum(table, entry, -1)
+
+    def _sum(self, table: dict[str, _Entry], entry: _Entry, sign: int) -> None:
+        sums = self._sums[entry.place]
+        sums.tokens += sign * entry.tokens
+        sums.raw_bytes += sign * entry.raw_bytes
+        sums.wire_bytes += sign * entry.wire_bytes
+        if table is not self._bytes:
+            sums.requests += sign
+        if sums == Unshown():
+            del self._sums[entry.place]

@@ -1,0 +1,60 @@
+"""Server-sent events without I/O: whole events out of whatever pieces arrive."""
+
+from __future__ import annotations
+
+from prfaas.errors import ProtocolError
+
+_ENDS = (b"\n\n", b"\r\n\r\n")
+_DONE = (b"data: [DONE]", b"data:[DONE]")
+_ERROR = (b'data: {"error"', b'data:{"error"')
+
+
+class SseSplitter:
+    """Cuts a stream after whole events and counts them; the bytes themselves stay as they came.
+
+    Quotes and line breaks inside JSON strings are escaped, so the marks looked for cannot be text
+    that a model wrote.
+    """
+
+    def __init__(self, max_event_bytes: int) -> None:
+        self._max_event_bytes = max_event_bytes
+        self._partial = b""
+        self.events = 0
+        """`data:` events seen, without [DONE]."""
+        self.done = False
+        """[DONE] was seen: the stream is complete."""
+        self.failed = False
+        """The engine itself sent an error event."""
+
+    def feed(self, data: bytes) -> bytes:
+        """All events that are whole now. Raises ProtocolError for one over the limit."""
+        if self._partial:
+            data = self._partial + data
+        cut = max(at + len(end) if (at := data.rfind(end)) >= 0 else 0 for end in _ENDS)
+        whole, self._partial = data[:cut], data[cut:]
+        if len(self._partial) > self._max_event_bytes:
+            raise ProtocolError(f"the engine sent an event over {self._max_event_bytes} bytes")
+        if whole:
+            self._count(whole)
+        return whole
+
+    def _count(self, whole: bytes) -> None:
+        count = whole.count(b"\ndata:") + whole.startswith(b"data:")
+        if _at_line_start(whole, _DONE):
+            self.done = True
+            count -= 1
+        if _at_line_start(whole, _ERROR):
+            self.failed = True
+        self.events += count
+
+
+def first_data(events: bytes) -> bytes:
+    """The payload of the first `data:` event in whole events, empty if there is none."""
+    for line in events.splitlines():
+        if line.startswith(b"data:"):
+            return line[5:].strip()
+    return b""
+
+
+def _at_line_start(whole: bytes, marks: tuple[bytes, ...]) -> bool:
+    return any(whole.startswith(mark) or b"\n" + mark in whole for mark in marks)

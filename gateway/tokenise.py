@@ -1,0 +1,153 @@
+"""From body to token ids and block chains: an estimate, as P prefills the engine's own tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gateway.schema import Api, ParsedRequest
+from prfaas.errors import ContextTooLong, InvalidRequest
+from prfaas.hashing import BlockHash, block_chain
+
+BYTES_PER_TOKEN = 4
+"""English text has 3.8 to 4.7 bytes a token; used where nothing was tokenised."""
+
+INLINE_BYTES = 4096
+"""Bodies up to this size take a millisecond or so; longer ones would stall the event loop."""
+
+Chains = Mapping[int, Sequence[BlockHash]]
+"""Block hash chain of the prompt for each block size in use."""
+
+
+class PromptTokenizer(Protocol):
+    """What the gateway needs of `prfaas.tokens.Tokenizer`."""
+
+    def encode(self, text: str, add_special: bool = False) -> list[int]: ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is known of a prompt; `chains` is empty where it was not tokenised."""
+
+    tokens: int
+    features: frozenset[str] = frozenset()
+    chains: Chains = field(default_factory=dict, repr=False)
+    tokenised: bool = False
+
+
+def guess(parsed: ParsedRequest, features: frozenset[str] = frozenset()) -> Prompt:
+    """A prompt known only by its size."""
+    return Prompt(max(1, parsed.body_bytes // BYTES_PER_TOKEN), features)
+
+
+class Tokeniser:
+    """Owns one worker thread for long prompts; close it with `close`.
+
+    Without a tokenizer only token arrays are exact, everything else is guessed from its size.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer | None, max_prompt_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
+
+    @property
+    def available(self) -> bool:
+        return self._tokenizer is not None
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def prompt(self, parsed: ParsedRequest, block_sizes: frozenset[int], salt: str) -> Prompt:
+        """Tokenise and hash. Raises InvalidRequest for a prompt of the wrong type or length."""
+        if parsed.body_bytes <= INLINE_BYTES:
+            return self._prompt(parsed, block_sizes, salt)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._prompt, parsed, block_sizes, salt)
+
+    def _prompt(self, parsed: ParsedRequest, block_sizes: frozenset[int], salt: str) -> Prompt:
+        ids, feature = self.token_ids(parsed)
+        if ids is None:
+            return guess(parsed, frozenset([feature] if feature else []))
+        if len(ids) > self._max_prompt_tokens:
+            name = "messages" if parsed.api is Api.CHAT else "prompt"
+            raise ContextTooLong(
+                f"{name}: the prompt has {len(ids)} tokens, more than the "
+                f"{self._max_prompt_tokens} that are accepted",
+                param=name,
+            )
+        prefix = ids[:-1]  # the last prompt token is always computed by D
+        chains = {size: block_chain(prefix, size, salt) for size in block_sizes if size > 0}
+        return Prompt(len(ids), chains=chains, tokenised=True)
+
+    def token_ids(self, parsed: ParsedRequest) -> tuple[list[int] | None, str]:
+        """Token ids, or None and the feature that stands in the way (empty: no tokenizer)."""
+        try:
+            if parsed.api is Api.CHAT:
+                return self._chat_ids(parsed)
+            return self._completion_ids(parsed)
+        except _NotTokenised as exc:
+            return None, exc.feature
+
+    def _chat_ids(self, parsed: ParsedRequest) -> tuple[list[int] | None, str]:
+        messages = parsed.decode("messages", list)
+        tools = parsed.decode("tools", list)
+        if messages is None or not all(isinstance(m, dict) for m in messages):
+            raise InvalidRequest("messages: must be a list of objects", param="messages")
+        if any(_has_other_parts(message.get("content")) for message in messages):
+            raise _NotTokenised("multimodal")
+        if self._tokenizer is None:
+            return None, ""
+        try:
+            return self._tokenizer.encode_chat(messages, tools), ""
+        except InvalidRequest as exc:
+            # Refusing a chat is the engine's job; our template may differ from its own.
+            raise _NotTokenised("template") from exc
+
+    def _completion_ids(self, parsed: ParsedRequest) -> tuple[list[int] | None, str]:
+        prompt = parsed.decode("prompt", str | list)  # type: ignore[arg-type]
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
+            if len(prompt) > 1:
+                raise _NotTokenised("batch")
+            prompt = prompt[0]
+        if isinstance(prompt, list):
+            return _token_array(prompt), ""
+        if prompt is None:
+            raise _NotTokenised("prompt_embeds")
+        if self._tokenizer is None:
+            return None, ""
+        add_special = parsed.decode("add_special_tokens", bool)
+        return self._tokenizer.encode(prompt, add_special is not False), ""
+
+
+class _NotTokenised(Exception):
+    """The prompt is not plain text; `feature` is the reason label that keeps it local."""
+
+    def __init__(self, feature: str) -> None:
+        super().__init__(feature)
+        self.feature = feature
+
+
+def _has_other_parts(content: object) -> bool:
+    """True where a message's content has parts that are not text."""
+    if not isinstance(content, list):
+        return False
+    return any(not isinstance(part, dict) or part.get("type") != "text" for part in content)
+
+
+def _token_array(prompt: list[Any]) -> list[int]:
+    for token in prompt:
+        if type(token) is not int or not 0 <= token < 1 << 32:
+            raise InvalidRequest(
+                f"prompt: a token array has ids of 0 or more, not {token!r}"[:200], param="prompt"
+            )
+    return prompt
