@@ -24,14 +24,17 @@ class StreamedAnswer:
     sent_at: float
     text: str = ""
     finish_reason: str = ""
+    first_event_at: float | None = None
+    """When the first event came, which is sent with the first token even where it has no text."""
     token_at: list[float] = field(default_factory=list)
     """When each event with text came; one token each, but for characters of several tokens."""
     usage: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ttft_s(self) -> float:
-        """Request sent to first text; raises IndexError while there is none."""
-        return self.token_at[0] - self.sent_at
+        """Request sent to first token; only once there is one."""
+        assert self.first_event_at is not None
+        return self.first_event_at - self.sent_at
 
     @property
     def itl_s(self) -> list[float]:
@@ -139,6 +142,8 @@ def _take_event(answer: StreamedAnswer, event: dict[str, Any]) -> None:
         raise _error(event)
     if event.get("usage"):
         answer.usage = event["usage"]
+    if answer.first_event_at is None:
+        answer.first_event_at = time.perf_counter()
     for choice in event["choices"]:
         text = choice["text"] if "text" in choice else choice["delta"].get("content")
         if text:
