@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import asyncio
 
 from prfaas.errors import Overloaded
 
@@ -15,13 +14,14 @@ class Admission:
 
     def __init__(self, max_in_flight: int) -> None:
         self._max_in_flight = max_in_flight
+        self._empty = asyncio.Event()
+        self._empty.set()
         self.in_flight = 0
         self.peak = 0
         self.draining = False
 
-    @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Held while one request is being served. Raises Overloaded."""
+    def enter(self) -> None:
+        """Take a place, to be given back with `leave`. Raises Overloaded."""
         if self.draining:
             raise Overloaded("the gateway is shutting down", retry_after_s=RETRY_AFTER_S)
         if self.in_flight >= self._max_in_flight:
@@ -31,10 +31,16 @@ class Admission:
             )
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
+        self._empty.clear()
+
+    def leave(self) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._empty.set()
+
+    async def wait_empty(self) -> None:
+        """Wait until nothing is in flight; the caller bounds it."""
+        await self._empty.wait()
 
 
 class FallbackBudget:

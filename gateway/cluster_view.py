@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from gateway.prefix_index import ExactPrefixIndex
 from gateway.sent import SentLedger
@@ -244,9 +244,9 @@ def _link_state(
 
 
 def describe(view: ClusterView, snapshot: Snapshot) -> Mapping[str, object]:
-    """The view as plain data for `/prfaas/cluster`."""
+    """The view as plain data for `/prfaas/cluster`: the fields of the snapshot, and the feeds."""
     return {
-        "snapshot": snapshot,
+        **{f.name: getattr(snapshot, f.name) for f in fields(snapshot)},
         "feeds": [
             {
                 "place": feed.place,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView
+from gateway.engine_probe import EngineProbe
 from gateway.records import RequestRecord
+from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
 from prfaas.snapshot import Outcome
 
@@ -23,6 +27,18 @@ FELL_BACK = frozenset({"partial", "local", "refused", "failed"})
 """Outcomes in which D did not get all it was to get; `aborted` is the client's doing."""
 
 _WORD = re.compile(r"[a-z][a-z0-9_]{0,39}")
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSources:
+    """Where gauges are read from."""
+
+    view: ClusterView
+    admission: Admission
+    budget: FallbackBudget
+    probe: EngineProbe
+    tokenizer_check: TokenizerCheck
+    clock: Clock
 
 
 class GatewayMetrics:
@@ -49,24 +65,10 @@ class GatewayMetrics:
         self.ttft = self._histogram("ttft_seconds", "To the first event of a stream.", TTFT_BUCKETS)
         self.itl = self._histogram("itl_seconds", "Between two events of a stream.", ITL_BUCKETS)
         self.e2e = self._histogram("e2e_seconds", "To the end of the answer.", E2E_BUCKETS)
-        self.engine_up = Gauge(
-            "prfaas_gateway_engine_up",
-            "1 where the engine's /health answers.",
-            ["engine"],
-            registry=self.registry,
-        )
-        self.tokenizer_difference = Gauge(
-            "prfaas_gateway_tokenizer_difference_ratio",
-            "Share of token ids in which the gateway's tokenizer last differed from the engine's.",
-            registry=self.registry,
-        )
-        self.tokenizer_difference.set(float("nan"))
 
-    def watch(
-        self, view: ClusterView, admission: Admission, budget: FallbackBudget, clock: Clock
-    ) -> None:
+    def watch(self, sources: LiveSources) -> None:
         """Add the gauges that are read from live state when scraped."""
-        self.registry.register(_LiveGauges(view, admission, budget, clock))
+        self.registry.register(_LiveGauges(sources))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -79,7 +81,7 @@ class GatewayMetrics:
             self.ttft.labels(target).observe(record.ttft_s)
         if record.e2e_s is not None:
             self.e2e.labels(target).observe(record.e2e_s)
-        if record.committed and record.error:
+        if record.committed and record.error and record.status == "200":
             self.broken_streams.labels(word(record.error)).inc()
 
     def outcome(self, outcome: Outcome) -> None:
@@ -105,29 +107,35 @@ def word(reason: str) -> str:
 
 
 class _LiveGauges(Collector):
-    """Read from the cluster view at each scrape."""
+    """Read from live state at each scrape."""
 
-    def __init__(
-        self, view: ClusterView, admission: Admission, budget: FallbackBudget, clock: Clock
-    ) -> None:
-        self._view = view
-        self._admission = admission
-        self._budget = budget
-        self._clock = clock
+    def __init__(self, sources: LiveSources) -> None:
+        self._sources = sources
+        self._view = sources.view
 
     def collect(self) -> Iterable[Metric]:
-        yield _single("in_flight_requests", "Requests being served.", self._admission.in_flight)
-        yield _single("in_flight_requests_peak", "The most so far.", self._admission.peak)
+        admission, budget = self._sources.admission, self._sources.budget
+        yield _single("in_flight_requests", "Requests being served.", admission.in_flight)
+        yield _single("in_flight_requests_peak", "The most so far.", admission.peak)
         yield _single(
             "fallback_granted_tokens",
             "Uncached tokens of unfinished offloads that may fall back to D.",
-            self._budget.granted_tokens,
+            budget.granted_tokens,
         )
+        difference = self._sources.tokenizer_check.difference
+        yield _single(
+            "tokenizer_difference_ratio",
+            "Share of token ids in which the gateway's tokenizer last differed from the engine's.",
+            math.nan if difference is None else difference,
+        )
+        up = _family("engine_up", "1 where the engine's /health answers.", "engine")
+        up.add_metric([self._view.engine_name], self._sources.probe.reachable)
+        yield up
         yield from self._feeds()
         yield from self._links()
 
     def _feeds(self) -> Iterable[Metric]:
-        now, view = self._clock.now(), self._view
+        now, view = self._sources.clock.now(), self._view
         age = _family("telemetry_age_seconds", "Since the agent was last heard.", "agent")
         connected = _family("telemetry_connected", "1 while the feed is open.", "agent")
         blocks = _family("index_blocks", "Blocks the prefix index knows.", "engine")

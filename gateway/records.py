@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from prfaas.clock import Clock
+from prfaas.errors import PrfaasError
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target
 
 MAX_ITL_SAMPLES = 2048
@@ -21,6 +22,8 @@ class RequestRecord:
     request_id: str
     api: str
     trace_id: str
+    key: str
+    """Our own id of it, unlike the client's certain to be unique."""
     started_at: float
     started_wall: float
     transfer_id: str = ""
@@ -59,6 +62,10 @@ class RequestRecord:
     def e2e_s(self) -> float | None:
         return None if self.ended_at is None else self.ended_at - self.started_at
 
+    def fail(self, error: PrfaasError) -> None:
+        """It ends with this error: 499 where the client left."""
+        self.status, self.error = str(error.http_status), error.kind
+
     def saw_events(self, count: int, now: float) -> list[float]:
         """Count events that arrived together; returns the gaps they stand for, in seconds."""
         self.events += count
@@ -82,26 +89,19 @@ class RecordBook:
         self._capacity = capacity
         self._clock = clock
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
-        self._transfers: dict[str, RequestRecord] = {}
 
-    def open(self, request_id: str, api: str, trace_id: str) -> RequestRecord:
-        record = RequestRecord(request_id, api, trace_id, self._clock.now(), self._clock.wall())
-        self._drop(self._records.pop(request_id, None))
+    def open(self, request_id: str, api: str, trace_id: str, key: str) -> RequestRecord:
+        record = RequestRecord(
+            request_id, api, trace_id, key, self._clock.now(), self._clock.wall()
+        )
+        self._records.pop(request_id, None)
         self._records[request_id] = record
         while len(self._records) > self._capacity:
-            self._drop(self._records.popitem(last=False)[1])
+            self._records.popitem(last=False)
         return record
-
-    def offloaded(self, record: RequestRecord, transfer_id: str) -> None:
-        """The record will have an outcome under this transfer id."""
-        record.transfer_id = transfer_id
-        self._transfers[transfer_id] = record
 
     def get(self, request_id: str) -> RequestRecord | None:
         return self._records.get(request_id)
-
-    def of_transfer(self, transfer_id: str) -> RequestRecord | None:
-        return self._transfers.get(transfer_id)
 
     def latest(self, limit: int) -> Iterator[RequestRecord]:
         """Newest first."""
@@ -113,14 +113,9 @@ class RecordBook:
     def __len__(self) -> int:
         return len(self._records)
 
-    def _drop(self, record: RequestRecord | None) -> None:
-        if record is not None and record.transfer_id:
-            self._transfers.pop(record.transfer_id, None)
-
 
 def summary(record: RequestRecord) -> Mapping[str, Any]:
     """A record as plain data, without anything of the prompt; enough to replay the decision."""
-    decision = record.decision
     return {
         "request_id": record.request_id,
         "transfer_id": record.transfer_id or None,
@@ -130,10 +125,7 @@ def summary(record: RequestRecord) -> Mapping[str, Any]:
         "stream": record.stream,
         "body_bytes": record.body_bytes,
         "target": record.target,
-        "reason": decision.reason if decision is not None else None,
-        "plan": [f"{peer}/{instance}" for peer, instance in decision.plan] if decision else [],
-        "estimates": decision.estimates if decision is not None else [],
-        "uncached_tokens": decision.uncached_tokens if decision is not None else None,
+        "decision": record.decision,
         "on_failure": record.on_failure or None,
         "status": record.status or None,
         "error": record.error or None,

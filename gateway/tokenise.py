@@ -89,6 +89,16 @@ class Tokeniser:
         chains = {size: block_chain(prefix, size, salt) for size in block_sizes if size > 0}
         return Prompt(len(ids), chains=chains, tokenised=True)
 
+    async def ids(self, parsed: ParsedRequest) -> list[int]:
+        """Token ids alone, on the worker thread. Raises InvalidRequest where there are none."""
+        loop = asyncio.get_running_loop()
+        ids, feature = await loop.run_in_executor(self._thread, self.token_ids, parsed)
+        if ids is None:
+            raise InvalidRequest(
+                f"the prompt cannot be tokenised here: {feature or 'no tokenizer'}"
+            )
+        return ids
+
     def token_ids(self, parsed: ParsedRequest) -> tuple[list[int] | None, str]:
         """Token ids, or None and the feature that stands in the way (empty: no tokenizer)."""
         try:

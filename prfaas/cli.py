@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -18,6 +19,8 @@ from prfaas.settings import Settings, load_settings, validation_message
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _PATH = click.Path(path_type=Path)
 _PORT = click.IntRange(0, 65535)
+
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 Command = Callable[..., None]
 
@@ -52,10 +55,13 @@ def gateway(
 ) -> None:
     """Run the gateway: the OpenAI API in front of the decode engines."""
     from gateway.app import serve
+    from policies.registry import make_policy
 
     offload = False if no_offload else None
     settings = _settings(config, "gateway", host=host, port=port, offload=offload)
-    _run(serve(settings, _ready(ready_fd)))
+    policy = make_policy(settings.gateway.policy)
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    _run(serve(settings, _ready(ready_fd), policy=policy))
 
 
 @cli.command()

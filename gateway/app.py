@@ -1,0 +1,216 @@
+"""Wiring of one gateway: what it is made of, how it starts, and the order in which it stops."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from gateway.admission import Admission, FallbackBudget
+from gateway.cluster_view import ClusterView
+from gateway.engine_probe import EngineProbe
+from gateway.generation import Generation
+from gateway.handlers import Handlers
+from gateway.metrics import GatewayMetrics, LiveSources
+from gateway.records import RecordBook
+from gateway.tokenise import PromptTokenizer, Tokeniser
+from gateway.tokenizer_check import TokenizerCheck
+from gateway.upstream import AiohttpUpstream
+from gateway.watch import WatchClient
+from prfaas.clock import SYSTEM_CLOCK, Clock
+from prfaas.errors import ConfigError
+from prfaas.interfaces import RoutingPolicy
+from prfaas.settings import Settings
+from prfaas.snapshot import Outcome
+from prfaas.tokens import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+IDLE_CLIENT_S = 75.0
+"""Keep-alive connections of clients are closed after so long without a request."""
+
+
+CUT_S = 0.5
+"""What still runs after the drain, or without one, is cancelled after so long."""
+
+
+class Gateway:
+    """Owns every part of one gateway process. Use `running`, which starts and stops it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        policy: RoutingPolicy[Any],
+        tokenizer: PromptTokenizer | None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        check_settings(settings)
+        gateway, limits = settings.gateway, settings.limits
+        self._settings, self._limits = gateway, limits
+        self.metrics = GatewayMetrics()
+        self.view = ClusterView(gateway, limits, clock)
+        self.admission = Admission(limits.gateway_max_in_flight)
+        self.budget = FallbackBudget(limits.fallback_budget_tokens)
+        self.records = RecordBook(limits.outcome_history, clock)
+        self._upstream = AiohttpUpstream(gateway.engines[0].url, gateway.engines[0].name, limits)
+        self._tokeniser = Tokeniser(tokenizer, limits.max_prompt_tokens)
+        self.tokenizer_check = TokenizerCheck(
+            self._tokeniser, self._upstream, gateway.tokenize_check_every, limits
+        )
+        self.generation = Generation(
+            gateway,
+            limits,
+            policy,
+            self.view,
+            self._tokeniser,
+            self.tokenizer_check,
+            self._upstream,
+            self.records,
+            self.metrics,
+            self.budget,
+            clock,
+        )
+        self.probe = EngineProbe(self._upstream, limits.control_timeout_s, self._engine_changed)
+        self.metrics.watch(
+            LiveSources(
+                self.view, self.admission, self.budget, self.probe, self.tokenizer_check, clock
+            )
+        )
+        self.port = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Gateway]:
+        """Listen, follow the agents and probe the engine; on leaving, cancel what still runs."""
+        handlers = Handlers(
+            self._settings.model,
+            self._limits,
+            self.generation,
+            self.admission,
+            self.budget,
+            self.view,
+            self.probe,
+            self.records,
+            self.metrics,
+        )
+        runner = web.AppRunner(
+            handlers.app(),
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=IDLE_CLIENT_S,
+            shutdown_timeout=CUT_S,
+        )
+        tasks = [asyncio.create_task(client.run()) for client in self._watch_clients()]
+        tasks.append(asyncio.create_task(self.probe.run()))
+        try:
+            await runner.setup()
+            site = web.TCPSite(runner, self._settings.host, self._settings.port)
+            await site.start()
+            self.port = runner.addresses[0][1]
+            logger.info("listening on %s:%d", self._settings.host, self.port)
+            yield self
+        finally:
+            await runner.cleanup()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.tokenizer_check.close()
+            self.generation.close()
+            await self._upstream.close()
+            self._tokeniser.close()
+
+    async def drain(self) -> bool:
+        """Refuse new requests and wait for those under way; False when the limit ended it."""
+        self.admission.draining = True
+        try:
+            async with asyncio.timeout(self._limits.drain_timeout_s):
+                await self.admission.wait_empty()
+        except TimeoutError:
+            logger.warning("%d requests are cut by the drain limit", self.admission.in_flight)
+            return False
+        return True
+
+    def _watch_clients(self) -> list[WatchClient]:
+        return [
+            WatchClient(self.view, place, "gateway", self._limits, self._outcome)
+            for place in self.view.feeds
+        ]
+
+    def _outcome(self, outcome: Outcome) -> None:
+        self.generation.outcome(outcome)
+
+    def _engine_changed(self, reachable: bool) -> None:
+        if reachable:
+            self.tokenizer_check.start(self._settings.model)
+
+
+def check_settings(settings: Settings) -> None:
+    """What the types of the settings cannot say. Raises ConfigError naming the key."""
+    gateway = settings.gateway
+    if len(gateway.engines) != 1:
+        raise ConfigError(
+            f"gateway.engines: this version relays to one engine, not {len(gateway.engines)}",
+            field="gateway.engines",
+        )
+    places = [f"{p.peer}/{p.instance}" for p in gateway.peers]
+    names = [gateway.engines[0].name, *places]
+    if len(set(names)) != len(names):
+        raise ConfigError("gateway.peers: names must be unique", field="gateway.peers")
+    if gateway.offload and gateway.peers and not gateway.transfer_key.get_secret_value():
+        raise ConfigError(
+            "gateway.transfer_key: offloading to peers needs the key that signs transfers",
+            field="gateway.transfer_key",
+        )
+
+
+async def serve(
+    settings: Settings,
+    ready: Callable[[int], None] | None = None,
+    *,
+    policy: RoutingPolicy[Any],
+) -> None:
+    """Run a gateway until SIGTERM or SIGINT: then drain, and at a second signal stop at once.
+
+    `ready` is called with the port once it listens. Raises ConfigError.
+    """
+    tokenizer = None
+    if settings.gateway.tokenizer is not None:
+        tokenizer = Tokenizer.load(settings.gateway.tokenizer)
+    elif settings.gateway.peers and settings.gateway.offload:
+        logger.warning(
+            "gateway.tokenizer is not set: only prompts that are token arrays can be offloaded"
+        )
+    gateway = Gateway(settings, policy, tokenizer)
+    stop, force = asyncio.Event(), asyncio.Event()
+
+    def signalled() -> None:
+        (force if stop.is_set() else stop).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signalled)
+    try:
+        async with gateway.running():
+            if ready is not None:
+                ready(gateway.port)
+            await stop.wait()
+            logger.info("draining %d requests", gateway.admission.in_flight)
+            await _first(gateway.drain(), force.wait())
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+async def _first(*coroutines: Any) -> None:
+    """Wait for one of them, and cancel the rest."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

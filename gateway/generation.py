@@ -1,0 +1,314 @@
+"""The story of one request, from the client's bytes to the last event, in eight steps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from gateway.admission import FallbackBudget
+from gateway.cluster_view import ClusterView
+from gateway.dispatch import Dispatcher, new_key
+from gateway.metrics import GatewayMetrics
+from gateway.records import RecordBook, RequestRecord, summary
+from gateway.relay import (
+    EVENT_STREAM,
+    ClientSink,
+    Relayed,
+    WholeAnswer,
+    end_broken,
+    relay_stream,
+    relay_whole,
+)
+from gateway.schema import Api, ParsedRequest, parse, rewrite
+from gateway.tokenise import Prompt, Tokeniser, guess
+from gateway.tokenizer_check import TokenizerCheck
+from gateway.trace import Trace
+from gateway.upstream import Upstream
+from prfaas import transfer
+from prfaas.clock import Clock
+from prfaas.errors import Cancelled, EngineUnavailable, PrfaasError, UnknownModel
+from prfaas.hashing import cache_salt
+from prfaas.interfaces import RoutingPolicy
+from prfaas.limits import Limits
+from prfaas.settings import GatewaySettings
+from prfaas.snapshot import Decision, Outcome, Reason, RequestFacts, Target
+
+logger = logging.getLogger(__name__)
+request_logger = logging.getLogger("gateway.request")
+
+TARGET_HEADER = "x-prfaas-target"
+
+
+@dataclass(frozen=True, slots=True)
+class Inbound:
+    """One client request, off the wire. `passed_headers` go on to the engine as they are."""
+
+    request_id: str
+    api: Api
+    trace: Trace
+    body: bytes = field(repr=False)
+    salt_header: str = ""
+    passed_headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class Generation:
+    """Serves chat and completions. Owns the policy's state and the timers of late outcomes;
+    close it with `close`, after the last request."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        limits: Limits,
+        policy: RoutingPolicy[Any],
+        view: ClusterView,
+        tokeniser: Tokeniser,
+        tokenizer_check: TokenizerCheck,
+        upstream: Upstream,
+        records: RecordBook,
+        metrics: GatewayMetrics,
+        budget: FallbackBudget,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._limits = limits
+        self._policy = policy
+        self._policy_state = policy.initial_state()
+        self._view = view
+        self._tokeniser = tokeniser
+        self._tokenizer_check = tokenizer_check
+        self._upstream = upstream
+        self._records = records
+        self._metrics = metrics
+        self._budget = budget
+        self._clock = clock
+        self._dispatcher = Dispatcher(settings, limits, view, budget, clock)
+        self._cache_secret = settings.cache_secret.get_secret_value().encode()
+        self._may_offload = settings.offload and settings.engines[0].agent is not None
+        self._awaiting: dict[str, RequestRecord] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+
+    async def serve(self, inbound: Inbound, sink: ClientSink) -> WholeAnswer | None:
+        """Answer one request: a whole answer to send, or None where it was streamed to `sink`.
+
+        Raises the PrfaasError to answer with; cancelling it (the client left) stops the engine.
+        """
+        record = self._records.open(
+            inbound.request_id, inbound.api.value, inbound.trace.trace_id, new_key()
+        )
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                answer = await self._steps(inbound, sink, record)
+        except TimeoutError:
+            error = EngineUnavailable(
+                f"not finished within {self._limits.request_timeout_s:g} s", phase="total"
+            )
+            if not sink.started:
+                record.fail(error)
+                raise error from None
+            self._note(record, await end_broken(sink, error))
+            return None
+        except asyncio.CancelledError:
+            record.fail(Cancelled("the client went away"))
+            raise
+        except PrfaasError as exc:
+            record.fail(exc)
+            raise
+        except BaseException:
+            record.fail(PrfaasError("internal error"))
+            raise
+        else:
+            self._note(record, answer)
+            if isinstance(answer, Relayed):
+                return None
+            return replace(answer, headers={**answer.headers, **_answer_headers(record)})
+        finally:
+            record.committed = sink.started
+            self._end(record)
+
+    async def _steps(
+        self, inbound: Inbound, sink: ClientSink, record: RequestRecord
+    ) -> WholeAnswer | Relayed:
+        # 1. Parse and validate what we act on; the engine judges the rest.
+        parsed = parse(inbound.api, inbound.body)
+        self._check_model(parsed)
+        record.body_bytes, record.stream = parsed.body_bytes, parsed.stream
+        salt = cache_salt(self._cache_secret, "", parsed.cache_salt or inbound.salt_header)
+
+        # 2. Template, tokenise and hash, unless it cannot be worth it.
+        prompt = await self._prompt(parsed, salt)
+
+        # 3. What is known of every place, as of now.
+        record.facts = self._facts(inbound, parsed, prompt)
+        record.snapshot = self._view.snapshot(prompt.chains, self._budget.free_tokens)
+
+        # 4. Decide.
+        client_params = self._client_params(parsed)
+        record.decision = self._decide(record, client_params)
+
+        # 5. Sign the plan into the body and send it to the engine.
+        if client_params is not None:
+            self._dispatcher.relayed(record, client_params)
+            body = inbound.body
+        else:
+            params = self._dispatcher.dispatch(record, salt)
+            body = rewrite(parsed, params.to_dict() if params else None, salt or None)
+        self._note_dispatch(record)
+        headers = self._headers(inbound)
+        async with self._upstream.post(parsed.api.path, headers, body) as response:
+            # 6. D's agent carries out the plan; `outcome` hears how it went.
+            # 7. Nothing goes to the client before the engine's first event; then all of it does.
+            content_type = response.headers.get("content-type", "")
+            if response.status != 200 or not content_type.startswith(EVENT_STREAM):
+                return await relay_whole(response, self._limits)
+            return await relay_stream(
+                response,
+                sink,
+                self._limits,
+                {"content-type": content_type, **_answer_headers(record)},
+                lambda count: self._saw_events(record, count),
+            )
+        # 8. One log line for each request, with its outcome: see `_end`.
+
+    def outcome(self, outcome: Outcome) -> None:
+        """What D's agent reports of a transfer; those of other gateways are not ours to count."""
+        record = self._awaiting.pop(outcome.transfer_id, None)
+        if record is None:
+            return
+        record.outcome = outcome
+        self._policy_state = self._policy.observe(self._policy_state, outcome)
+        self._metrics.outcome(outcome)
+        self._dispatcher.prefill_over(record)
+        timer = self._timers.pop(outcome.transfer_id, None)
+        if timer is not None:
+            timer.cancel()
+            self._log(record)
+
+    def close(self) -> None:
+        """Log what still waits for its outcome."""
+        for transfer_id in list(self._timers):
+            self._give_up(transfer_id)
+
+    def _check_model(self, parsed: ParsedRequest) -> None:
+        if parsed.model is not None and parsed.model != self._settings.model:
+            raise UnknownModel(
+                f"the model {parsed.model!r} does not exist; this gateway serves "
+                f"{self._settings.model!r}",
+                param="model",
+            )
+
+    async def _prompt(self, parsed: ParsedRequest, salt: str) -> Prompt:
+        if self._is_short(parsed) or not self._may_offload or parsed.features:
+            return guess(parsed)
+        prompt = await self._tokeniser.prompt(parsed, self._view.block_sizes(), salt)
+        if prompt.tokenised:
+            self._tokenizer_check.saw(parsed)
+        return prompt
+
+    def _is_short(self, parsed: ParsedRequest) -> bool:
+        return parsed.body_bytes <= self._settings.short_body_bytes
+
+    def _facts(self, inbound: Inbound, parsed: ParsedRequest, prompt: Prompt) -> RequestFacts:
+        short = self._is_short(parsed)
+        return RequestFacts(
+            request_id=inbound.request_id,
+            prompt_tokens=prompt.tokens,
+            max_tokens=parsed.max_tokens,
+            features=parsed.features | prompt.features,
+            cache_known=self._view.local_cache_known() and (prompt.tokenised or short),
+            short=short,
+        )
+
+    def _client_params(self, parsed: ParsedRequest) -> transfer.TransferParams | None:
+        """Transfer parameters of a trusted client; anyone else's are counted and left out."""
+        if parsed.transfer is None:
+            return None
+        if self._settings.trust_client_transfer_params:
+            return transfer.parse(parsed.transfer)  # the agent verifies the signature
+        self._metrics.stripped.labels("kv_transfer_params").inc()
+        return None
+
+    def _decide(
+        self, record: RequestRecord, client_params: transfer.TransferParams | None
+    ) -> Decision:
+        assert record.facts is not None
+        assert record.snapshot is not None
+        record.policy, record.policy_state = self._policy.name, self._policy_state
+        decision = self._policy.decide(record.facts, record.snapshot, self._policy_state)
+        if client_params is not None and client_params.plan:
+            plan = tuple((step.peer, step.instance) for step in client_params.plan)
+            decision = replace(
+                decision, target=Target.REMOTE, reason=Reason.FORCED_REMOTE, plan=plan
+            )
+        elif not self._settings.offload:
+            decision = replace(decision, target=Target.LOCAL, reason=Reason.OFFLOAD_OFF, plan=())
+        self._metrics.decisions.labels(decision.target.value, decision.reason.value).inc()
+        return decision
+
+    def _note_dispatch(self, record: RequestRecord) -> None:
+        decision = record.decision
+        assert decision is not None
+        if record.transfer_id:
+            self._awaiting[record.transfer_id] = record
+            self._metrics.offloaded_tokens.inc(decision.uncached_tokens)
+        elif decision.target is Target.REMOTE:
+            self._metrics.fallbacks.labels(decision.reason.value).inc()
+
+    def _headers(self, inbound: Inbound) -> dict[str, str]:
+        return {
+            **inbound.passed_headers,
+            "content-type": "application/json",
+            "x-request-id": inbound.request_id,
+            "traceparent": inbound.trace.traceparent,
+        }
+
+    def _saw_events(self, record: RequestRecord, count: int) -> None:
+        first = record.first_event_at is None
+        gaps = record.saw_events(count, self._clock.now())
+        if first:
+            self._dispatcher.prefill_over(record)
+        histogram = self._metrics.itl.labels(record.target.value)
+        for gap_s in gaps:
+            histogram.observe(gap_s)
+
+    def _note(self, record: RequestRecord, answer: WholeAnswer | Relayed) -> None:
+        if isinstance(answer, Relayed):
+            record.status, record.error = "200", answer.broken
+        else:
+            record.status = str(answer.status)
+            record.error = _kind_in(answer.body) if answer.status >= 400 else ""
+
+    def _end(self, record: RequestRecord) -> None:
+        record.ended_at = self._clock.now()
+        self._dispatcher.prefill_over(record)
+        self._metrics.finished(record)
+        if record.transfer_id in self._awaiting:
+            # The feed is up to an interval behind; the log line waits for it a little.
+            self._timers[record.transfer_id] = asyncio.get_running_loop().call_later(
+                self._limits.watch_stale_s, self._give_up, record.transfer_id
+            )
+        else:
+            self._log(record)
+
+    def _give_up(self, transfer_id: str) -> None:
+        self._timers.pop(transfer_id).cancel()
+        self._log(self._awaiting.pop(transfer_id))
+
+    def _log(self, record: RequestRecord) -> None:
+        request_logger.info(msgspec.json.encode(summary(record)).decode())
+
+
+def _answer_headers(record: RequestRecord) -> dict[str, str]:
+    return {TARGET_HEADER: record.target.value}
+
+
+def _kind_in(body: bytes) -> str:
+    """The `type` in an error body in OpenAI's shape."""
+    try:
+        return str(msgspec.json.decode(body)["error"]["type"])
+    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+        return "other"
