@@ -53,9 +53,9 @@ class EngineRequest:
 class RequestTimings:
     """Where a request's time went, in seconds; zero for phases it has not been through.
 
-    `queue_s`: submit to first work (match, fetch or prefill chunk). `kv_wait_s`: Fetch to FetchDone.
-    `import_s`: FetchDone to KV in the pool. `prefill_s`: first to last local chunk, with the decode
-    steps between them. `ttft_s`: submit to first token.
+    `queue_s`: submit to first work (fetch, prefill chunk or decode step). `kv_wait_s`: Fetch to
+    FetchDone. `import_s`: FetchDone to KV in the pool. `prefill_s`: first to last local chunk, with
+    the decode steps between them. `ttft_s`: submit to first token.
     """
 
     queue_s: float = 0.0

@@ -1,0 +1,96 @@
+"""The paged pool: one tensor per layer, and copies in and out of it in canonical layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from local_engine.kv.table import BlockTable
+from prfaas.errors import ConfigError
+from prfaas.layout import KvLayout
+
+Bytes = npt.NDArray[np.uint8]
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name used in settings and layouts."""
+    return _DTYPES[name]
+
+
+class KvPool:
+    """Owns the KV tensors of an engine; which block belongs to whom is `BlockManager`'s affair.
+
+    `layers[i]` is [2 (k, v), slots, kv_heads, head_dim] in KV dtype; a block is `block_tokens`
+    slots in a row. `[:, slots]` of it is the canonical layout, so export and import are copies.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        blocks: int,
+        block_tokens: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if len(layout.groups) != 1:
+            raise ConfigError(
+                f"the pool holds one layer group, the layout has {len(layout.groups)}"
+            )
+        group = layout.groups[0]
+        if group.layers != tuple(range(len(group.layers))):
+            raise ConfigError("the layers of a layer group must be 0, 1, 2, ...")
+        if blocks < 1:
+            raise ConfigError("the KV pool has no room for a single block", field="kv_memory_bytes")
+        self.layout = layout
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self.device = torch.device(device)
+        self.dtype = torch_dtype(group.dtype)
+        self.kv_heads = group.kv_heads
+        self.head_dim = group.head_dim
+        # Zeroed, because padding may be read: uninitialised memory can hold NaN.
+        shape = (2, blocks * block_tokens, group.kv_heads, group.head_dim)
+        self.layers = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in group.layers]
+
+    def new_table(self) -> BlockTable:
+        """An empty table on the pool's device."""
+        return BlockTable(self.block_tokens, self.device)
+
+    def write(self, layer: int, table: BlockTable, start: int, end: int, kv: Tensor) -> None:
+        """Store kv [2, end - start, kv_heads, head_dim] (any dtype and device)."""
+        at = 0
+        for low, high in table.runs(start, end):
+            self.layers[layer][:, low:high].copy_(kv[:, at : at + high - low])
+            at += high - low
+
+    def read(self, layer: int, table: BlockTable, start: int, end: int, out: Tensor) -> None:
+        """Copy tokens [start, end) to `out` [2, tokens, kv_heads, head_dim], cast to its dtype."""
+        at = 0
+        for low, high in table.runs(start, end):
+            out[:, at : at + high - low].copy_(self.layers[layer][:, low:high])
+            at += high - low
+
+    def export(self, layer: int, table: BlockTable, start: int, end: int, out: Bytes) -> None:
+        """Write tokens [start, end) of one layer to `out`, in canonical layout and KV dtype."""
+        self.read(layer, table, start, end, self._canonical(out, end - start))
+
+    def load(self, layer: int, table: BlockTable, start: int, end: int, data: Bytes) -> None:
+        """Inverse of `export`."""
+        self.write(layer, table, start, end, self._canonical(data, end - start))
+
+    def _canonical(self, data: Bytes, tokens: int) -> Tensor:
+        if not data.flags.writeable:
+            data = data.copy()
+        flat = torch.from_numpy(data).view(self.dtype)
+        return flat.view(2, tokens, self.kv_heads, self.head_dim)
+
+
+def pool_blocks(layout: KvLayout, block_tokens: int, memory_bytes: int) -> int:
+    """Blocks of `block_tokens` that fit `memory_bytes`."""
+    return memory_bytes // (layout.token_bytes * block_tokens)

@@ -1,0 +1,177 @@
+"""KV on its way out: remote engines' prefill sessions, copied layer by layer into the ring."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from local_engine.kv.pool import KvPool
+from local_engine.port import KvPort
+from local_engine.sequence import Sequence
+from prfaas.layout import ChunkSpan, chunk_spans
+from prfaas_connect.port.messages import PortError, PrefillEnd, PrefillStart, Record
+
+
+class ExportRefused(Exception):
+    """A PrefillStart that cannot be served; its text is the reason given to the agent."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportLimits:
+    """What an export may ask for."""
+
+    vocab_size: int
+    max_tokens: int
+    chunk_tokens: int
+
+
+class Export(Sequence):
+    """One prefill session: a sequence that is computed and sent but never decodes."""
+
+    decodes = False
+
+    def __init__(
+        self, start: PrefillStart, order: int, tokens: Seq[int], pool: KvPool, *,
+        chunk_tokens: int, shares: bool, now: float,
+    ) -> None:  # fmt: skip
+        name = f"export {start.session}/{start.epoch}"
+        super().__init__(name, order, tokens, start.salt, pool, shares=shares)
+        self.session = start.session
+        self.epoch = start.epoch
+        self.spans = chunk_spans(start.send_from, len(self.tokens), chunk_tokens)
+        self.span_ending_at = {span.end: span for span in self.spans}
+        self.records = len(self.spans) * len(pool.layers)
+        self.records_sent = 0
+        self.arrived_at = now
+        self.begun_at: float | None = None
+        self.computed_at = now
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.session, self.epoch
+
+    def end(self, status: str, reason: str = "") -> PrefillEnd:
+        """The session's last message."""
+        begun = self.begun_at if self.begun_at is not None else self.computed_at
+        return PrefillEnd(
+            session=self.session,
+            epoch=self.epoch,
+            status=status,
+            records=self.records_sent,
+            cached_tokens=self.cached_tokens,
+            computed_tokens=max(0, self.computed - self.cached_tokens),
+            queue_s=begun - self.arrived_at,
+            compute_s=max(0.0, self.computed_at - begun),
+            reason=reason,
+        )
+
+
+class KvExporter:
+    """Copies KV from pool to ring and never waits: what finds no room stays in a backlog.
+
+    An export's blocks stay owned until its last record is out, so a record can be read from the
+    pool at any time. Used by the engine thread only; the port belongs to the engine.
+    """
+
+    def __init__(self, pool: KvPool, port: KvPort) -> None:
+        self._pool = pool
+        self._port = port
+        self._token_bytes = pool.layout.groups[0].token_bytes
+        self._backlog: deque[tuple[Export, ChunkSpan, int, bool]] = deque()
+        self.sent_tokens = 0
+        self.suspended = False
+        """Set while a lost connection's sessions linger, lest they write to the next one's ring."""
+
+    def check(self) -> None:
+        """Raise AssertionError if a record is to be read from blocks that are gone."""
+        for export, span, layer, _ in self._backlog:
+            if export.table.capacity < span.end:
+                raise AssertionError(f"{export!r} has no blocks for {span} of layer {layer}")
+
+    def open(
+        self, start: PrefillStart, blob: bytes, order: int, limits: ExportLimits, *,
+        shares: bool, now: float,
+    ) -> Export:  # fmt: skip
+        """The session that `start` asks for. Raises ExportRefused with the reason."""
+        if len(blob) % 4:
+            raise ExportRefused(f"invalid_request: {len(blob)} bytes are not int32 token ids")
+        tokens = np.frombuffer(blob, dtype="<i4")
+        if not 1 <= len(tokens) <= limits.max_tokens:
+            raise ExportRefused(
+                f"invalid_request: {len(tokens)} tokens, this engine takes 1 to {limits.max_tokens}"
+            )
+        if not 0 <= start.send_from <= len(tokens):
+            raise ExportRefused(
+                f"invalid_request: send_from {start.send_from} is not within {len(tokens)} tokens"
+            )
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= limits.vocab_size:
+            wrong = low if low < 0 else high
+            raise ExportRefused(
+                f"invalid_request: token {wrong} is outside the vocabulary of {limits.vocab_size}"
+            )
+        longest = min(limits.chunk_tokens, len(tokens)) * self._token_bytes
+        if longest > self._port.ring_bytes:
+            raise ExportRefused(
+                f"internal_error: a record of {longest} bytes does not fit "
+                f"the ring of {self._port.ring_bytes}"
+            )
+        return Export(
+            start, order, tokens.tolist(), self._pool,
+            chunk_tokens=limits.chunk_tokens, shares=shares, now=now,
+        )  # fmt: skip
+
+    def begin(self, export: Export, now: float) -> None:
+        """Its blocks are there: what the prefix cache had of it leaves first."""
+        export.begun_at = export.computed_at = now
+        for span in export.spans:
+            if span.end <= export.cached_tokens:
+                for layer in range(len(self._pool.layers)):
+                    self._backlog.append((export, span, layer, True))
+
+    def layer_done(self, export: Export, end: int, layer: int) -> None:
+        """The chunk that ends at token `end` has its KV of `layer` in the pool.
+
+        Two records may leave for each that comes, so that a backlog shrinks while the model runs.
+        """
+        span = export.span_ending_at.get(end)
+        if span is not None:
+            self._backlog.append((export, span, layer, False))
+            self.drain(2 * span.tokens * self._token_bytes)
+
+    def drain(self, budget_bytes: int) -> None:
+        """Copy from the backlog until the ring is full or about `budget_bytes` are copied."""
+        while self._backlog and budget_bytes > 0 and not self.suspended:
+            export, span, layer, cached = self._backlog[0]
+            nbytes = span.tokens * self._token_bytes
+            try:
+                offset = self._port.ring_reserve(nbytes)
+                if offset is None:
+                    return
+                ring = self._port.ring(offset, nbytes)
+            except PortError:  # The agent is gone; the engine hears of it and drops its sessions.
+                return
+            self._backlog.popleft()
+            self._pool.export(layer, export.table, span.start, span.end, ring)
+            self._port.send(
+                Record(
+                    session=export.session, epoch=export.epoch, chunk=span.index, group=0,
+                    layer=layer, token_start=span.start, token_end=span.end,
+                    head_start=0, head_end=self._pool.kv_heads,
+                    offset=offset, nbytes=nbytes, cached=cached,
+                )
+            )  # fmt: skip
+            export.records_sent += 1
+            self.sent_tokens += span.tokens if layer == len(self._pool.layers) - 1 else 0
+            budget_bytes -= nbytes
+
+    def drop(self, export: Export) -> None:
+        """Forget what is left of a session."""
+        self._backlog = deque(item for item in self._backlog if item[0] is not export)
+
+    def drop_all(self) -> None:
+        """The agent is gone, and all sessions with it."""
+        self._backlog.clear()

@@ -1,0 +1,121 @@
+"""What the agent is told of its own accord: load and prefix-cache changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+
+from local_engine.kv.events import CacheEventLog
+from local_engine.port import KvPort
+from local_engine.requests import EngineStats
+from prfaas.clock import Clock
+from prfaas.hashing import BlockHash
+from prfaas_connect.port.messages import KvEvents, Stats
+
+# News wait so long for more, so that a step of a few milliseconds does not send a message each.
+MIN_INTERVAL_S = 0.05
+
+
+class PortFeed:
+    """Owns a thread that repeats the load while the engine is deep in a long step; `close` ends it.
+
+    `publish` and `synchronise` are the engine thread's. Deltas flow only between a full snapshot
+    and the next disconnect.
+    """
+
+    def __init__(
+        self, port: KvPort, events: CacheEventLog, interval_s: float, clock: Clock
+    ) -> None:
+        self._port = port
+        self._events = events
+        self._interval_s = interval_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._latest: Stats | None = None
+        self._sent: Stats | None = None
+        self._sent_at = float("-inf")
+        self._events_at = float("-inf")
+        self._synchronised = False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="port-feed", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    @property
+    def pending(self) -> bool:
+        """There is news that was too fresh to send."""
+        return self._synchronised and (self._events.pending or self._latest != self._sent)
+
+    def synchronise(self, names: Iterable[BlockHash]) -> None:
+        """A new connection: send the whole cache index and the load."""
+        sent = self._send_events(self._events.snapshot(names))
+        with self._lock:
+            self._synchronised = sent
+            if sent and self._latest is not None:
+                self._send_stats()
+
+    def disconnected(self) -> None:
+        """Nothing more until the next `synchronise`; called on any thread."""
+        self._synchronised = False
+
+    def publish(self, stats: EngineStats) -> None:
+        """Send what has changed, unless the last message is too young."""
+        now = self._clock.now()
+        with self._lock:
+            self._latest = _message(stats)
+            if not self._synchronised:
+                self._events.discard()
+                return
+            if self._latest != self._sent and now - self._sent_at >= MIN_INTERVAL_S:
+                self._send_stats()
+        if self._events.pending and now - self._events_at >= MIN_INTERVAL_S:
+            self._events_at = now
+            if not self._send_events(self._events.take()):
+                self._synchronised = False
+
+    def _send_events(self, messages: Iterable[KvEvents]) -> bool:
+        sent = True
+        for message in messages:  # All of them: they are numbered as they are made.
+            sent &= self._port.send(message)
+        return sent
+
+    def _send_stats(self) -> None:
+        """Lock held."""
+        assert self._latest is not None
+        self._port.send(self._latest)
+        self._sent, self._sent_at = self._latest, self._clock.now()
+
+    def _repeat(self) -> None:
+        wait_s = self._interval_s
+        while not self._stop.wait(wait_s):
+            with self._lock:
+                # A little early rather than late: the interval is a promise.
+                due_s = self._sent_at + 0.9 * self._interval_s - self._clock.now()
+                if due_s <= 0:
+                    if self._synchronised and self._latest is not None:
+                        self._send_stats()
+                    due_s = 0.9 * self._interval_s
+            wait_s = due_s
+
+
+def _message(stats: EngineStats) -> Stats:
+    return Stats(
+        queue_tokens=stats.queue_tokens,
+        waiting=stats.waiting,
+        running=stats.running,
+        context_tokens=stats.context_tokens,
+        free_blocks=stats.free_blocks,
+        total_blocks=stats.total_blocks,
+        decode_step_s=stats.decode_step_s,
+        prefill_base_s=stats.prefill_base_s,
+        prefill_token_s=stats.prefill_token_s,
+        prefill_token_context_s=stats.prefill_token_context_s,
+        draining=stats.draining,
+    )
