@@ -8,13 +8,17 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+from prfaas.up.report import percentile
+
+__all__ = ["Report", "Row", "Samples", "machine", "percentile", "run_interleaved"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -68,13 +72,6 @@ async def run_interleaved(
             took_s = time.perf_counter() - started
             say(f"round {number}/{rounds}  {name:<34} {value:10.4f}   ({took_s:.1f} s)")
     return {name: Samples(tuple(found)) for name, found in values.items()}
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Nearest-rank percentile of a non-empty sequence."""
-    ordered = sorted(values)
-    rank = max(1, -(-len(ordered) * percent // 100))
-    return ordered[int(rank) - 1]
 
 
 def machine() -> str:

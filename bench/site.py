@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -18,14 +17,13 @@ from prfaas.settings import load_settings
 from prfaas.testing.link import LinkShape
 from prfaas.testing.link_process import LinkProcess
 from prfaas.up.client import OpenAIClient, StreamedAnswer
+from prfaas.up.cluster import paired, wait_cluster, wait_record
 from prfaas.up.paths import default_cache_dir
 from prfaas.up.stack import READY_TIMEOUT_S, Stack, StackPlan, engine_cores
 from prfaas.up.supervisor import Supervisor
 
 _REQUEST_TIMEOUT_S = 300.0
 _PAIRED_TIMEOUT_S = 60.0
-_OUTCOME_TIMEOUT_S = 10.0
-_POLL_S = 0.1
 _STOP_GRACE_S = 15.0
 _MODEL_NAME = "smollm2-135m-instruct"
 
@@ -111,40 +109,15 @@ async def running_site(say: Callable[[str], None]) -> AsyncIterator[Site]:
             local=await client(f"http://127.0.0.1:{local_port}"),
             serial=await client(serial.gateway_url),
         )
-        await wait_paired(site.remote)
-        await wait_paired(site.serial)
+        for gateway in (site.remote, site.serial):
+            await wait_cluster(gateway, "P to be paired", paired, _PAIRED_TIMEOUT_S)
         async with _watched(supervisor):
             yield site
 
 
-async def wait_paired(gateway: OpenAIClient, timeout_s: float = _PAIRED_TIMEOUT_S) -> None:
-    """Until the gateway sees D with its agent, and P paired and probed."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        cluster = await gateway.get("/prfaas/cluster")
-        remotes = cluster["remotes"]
-        if remotes and all(remote["ready"] for remote in remotes):
-            return
-        if time.monotonic() > deadline:
-            raise PrfaasError(f"the peer was not ready within {timeout_s:.0f} s: {cluster}")
-        await asyncio.sleep(_POLL_S)
-
-
-async def wait_record(gateway: OpenAIClient, request_id: str) -> dict[str, Any]:
-    """What the gateway knows of a request, with the outcome where one is due."""
-    deadline = time.monotonic() + _OUTCOME_TIMEOUT_S
-    while True:
-        record = await gateway.get(f"/prfaas/requests/{request_id}")
-        if record["decision"]["target"] == "local" or record.get("outcome") is not None:
-            return record
-        if time.monotonic() > deadline:
-            raise PrfaasError(f"no outcome of request {request_id}: {record}")
-        await asyncio.sleep(_POLL_S)
-
-
 async def remote_answer(gateway: OpenAIClient, answer: StreamedAnswer) -> RemoteAnswer:
     """The cost of an offloaded request. Raises PrfaasError where P did not prefill it all."""
-    outcome = (await wait_record(gateway, answer.request_id)).get("outcome")
+    outcome = (await wait_record(gateway, answer.request_id))["outcome"]
     if outcome is None or outcome["status"] != "staged" or outcome["remote_cached_tokens"]:
         raise PrfaasError(f"request {answer.request_id} was not all prefilled by P: {outcome}")
     return RemoteAnswer(

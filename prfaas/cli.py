@@ -125,17 +125,22 @@ def prefill(
 @cli.command()
 @click.option("--config", type=_FILE, help="YAML file whose settings replace the demo's defaults.")
 @click.option("--model", type=_PATH, help="Hugging Face directory or GGUF; default: SmolLM2-135M.")
-@click.option("--port", type=_PORT, default=8000, show_default=True, help="Gateway port.")
+@click.option("--port", type=_PORT, help="Gateway port; default: 8000, with --once a free one.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Per engine.")
 @click.option("--pin/--no-pin", default=True, show_default=True, help="One core for each engine.")
 @click.option("--once", is_flag=True, help="Show it and exit; non-zero if anything is off.")
 def up(
-    config: Path | None, model: Path | None, port: int, threads: int, pin: bool, once: bool
+    config: Path | None,
+    model: Path | None,
+    port: int | None,
+    threads: int,
+    pin: bool,
+    once: bool,
 ) -> None:
     """Run everything on this machine and show both paths of a request."""
     from prfaas.up.main import UpOptions, run_up
 
-    sys.exit(_run(run_up(UpOptions(load_settings(config), model, port, threads, pin, once))))
+    sys.exit(run_up(UpOptions(load_settings(config), model, port, threads, pin, once)))
 
 
 @cli.group("config")

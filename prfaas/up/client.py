@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -88,13 +89,15 @@ class OpenAIClient:
 
     async def get(self, path: str) -> dict[str, Any]:
         """A JSON document."""
-        async with self._open().get(self._url + path) as response:
-            return await _json(response)
+        with self._translated(path):
+            async with self._open().get(self._url + path) as response:
+                return await _json(response)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Post JSON, get JSON."""
-        async with self._open().post(self._url + path, json=body) as response:
-            return await _json(response)
+        with self._translated(path):
+            async with self._open().post(self._url + path, json=body) as response:
+                return await _json(response)
 
     async def status(self, path: str) -> int:
         """HTTP status of a GET; 0 where nobody listens."""
@@ -116,7 +119,7 @@ class OpenAIClient:
         answer = StreamedAnswer("", 0.0) if sink is None else sink
         answer.sent_at = time.perf_counter()
         complete = False
-        try:
+        with self._translated(path):
             async with self._open().post(self._url + path, json=body) as response:
                 if response.status != 200:
                     await _json(response)
@@ -126,11 +129,16 @@ class OpenAIClient:
                         complete = True
                     elif line.startswith(b"data: "):
                         _take_event(answer, json.loads(line[6:]))
-        except (aiohttp.ClientError, TimeoutError) as exc:
-            raise PeerUnavailable(f"{self._url}{path} broke off: {exc!r}") from exc
         if not complete:
             raise PrfaasError(f"the stream of {path} ended without [DONE]")
         return answer
+
+    @contextmanager
+    def _translated(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (aiohttp.ClientError, TimeoutError) as exc:
+            raise PeerUnavailable(f"{self._url}{path} broke off: {exc!r}") from exc
 
     def _open(self) -> aiohttp.ClientSession:
         assert self._session is not None
