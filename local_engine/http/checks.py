@@ -104,10 +104,14 @@ def check_tokens(tokens: Iterable[Any], vocab_size: int, param: str) -> tuple[in
     return ids
 
 
-def check_prompt_length(tokens: int, max_context: int, param: str) -> None:
+def check_prompt_length(tokens: int, max_context: int, max_prompt: int, param: str) -> None:
     """A prompt needs a token, and room for one more. Raises InvalidRequest, ContextTooLong."""
     if tokens == 0:
         raise InvalidRequest("the prompt is empty", param=param)
+    if tokens > max_prompt:
+        raise ContextTooLong(
+            f"the prompt has {tokens} tokens, over the limit of {max_prompt}", param=param
+        )
     if tokens >= max_context:
         raise ContextTooLong(
             f"the prompt has {tokens} tokens; the context of {max_context} tokens must hold it "

@@ -61,7 +61,7 @@ async def prepare(
     else:
         param = "prompt"
         tokens = await completion_tokens(state, serving, request)
-    check_prompt_length(len(tokens), serving.max_context, param)
+    check_prompt_length(len(tokens), serving.max_context, state.limits.max_prompt_tokens, param)
     sampling = sampling_params(request, len(tokens), serving.max_context, serving.vocab_size)
     return Job(
         EngineRequest(

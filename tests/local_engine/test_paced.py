@@ -185,7 +185,7 @@ def test_kv_depends_on_token_position_layer_and_seed_only() -> None:
 
 
 def test_kv_is_known_bit_by_bit() -> None:
-    """Releases, machines and numpy versions must all make these bytes (made by plain Python integers)."""
+    """Every release and machine must make these bytes (found with plain Python integers)."""
     values = SeededKv(MODEL).values(2, [65, 66], [0, 1])
     assert values.view(torch.int16).flatten().tolist() == KNOWN
 

@@ -386,6 +386,14 @@ async def test_a_prompt_over_the_context_is_refused_with_both_numbers(server) ->
     assert answer["error"]["code"] == "context_length_exceeded"
 
 
+async def test_a_prompt_over_the_limit_is_refused_with_both_numbers(serve) -> None:
+    async with serve(max_prompt_tokens=50) as server:
+        status, answer, _ = await server.post(TEXT, {"prompt": "x" * 51})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert "51" in answer["error"]["message"]
+        assert "50" in answer["error"]["message"]
+
+
 @pytest.mark.parametrize(
     "fields",
     [
