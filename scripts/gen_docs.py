@@ -1,0 +1,203 @@
+"""Writes docs/configuration.md and the tables in the READMEs from the settings themselves.
+
+`python scripts/gen_docs.py` writes; with `--check` it only says what is stale, with status 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from prfaas.limits import Limits
+from prfaas.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+_SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+_HEAD = """\
+# Configuration
+
+This page is generated from the settings' own descriptions (`make docs`).
+
+One YAML file and the environment configure every process; each reads the sections it needs, so all
+processes of a site can share one file. A key is the path to its value: `gateway.port` is
+
+```yaml
+config_version: 1
+gateway:
+  port: 9000
+```
+
+or, in the environment, `PRFAAS_GATEWAY__PORT=9000`. Command-line options win over the environment,
+which wins over the file, which wins over the defaults below. Unknown keys, wrong types and values
+out of range are errors that name the key. `prfaas config check FILE` checks a file, and
+`prfaas config schema` prints a JSON Schema that editors understand.
+"""
+
+
+def configuration_page() -> str:
+    """All of docs/configuration.md."""
+    parts = [_HEAD]
+    for name, info in Settings.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            parts.append(f"## `{name}`\n\n{_cell(info.description)}\n\n{_table(section, name)}")
+    parts.append(_nested())
+    return "\n".join(parts)
+
+
+def limits_table(header: str) -> str:
+    """The table of every wait and queue, for the READMEs."""
+    rows = [header, "| --- | --- | --- |"]
+    for name, info in Limits.model_fields.items():
+        rows.append(f"| `{name}` | {_readable(name, info.default)} | {_cell(info.description)} |")
+    return "\n".join(rows) + "\n"
+
+
+def fill(text: str, mark: str, content: str) -> str:
+    """`text` with what stands between the marks replaced."""
+    begin, end = f"<!-- {mark}:begin -->\n", f"<!-- {mark}:end -->"
+    before, found, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
+    if not found or not found_end:
+        raise ValueError(f"no {begin.strip()} ... {end} in the page")
+    return before + begin + content + end + after
+
+
+def pages() -> dict[Path, str]:
+    """What every page with generated text should hold now."""
+    readme, chinese = ROOT / "README.md", ROOT / "README.zh-CN.md"
+    return {
+        ROOT / "docs" / "configuration.md": configuration_page(),
+        readme: fill(readme.read_text(), "limits", limits_table("| limit | default | bounds |")),
+        chinese: fill(chinese.read_text(), "limits", limits_table("| 限制 | 默认值 | 约束对象 |")),
+    }
+
+
+def stale_pages() -> list[Path]:
+    """Pages that do not hold what they should."""
+    return [
+        page
+        for page, content in pages().items()
+        if not page.exists() or page.read_text() != content
+    ]
+
+
+def _table(section: type[BaseModel], path: str) -> str:
+    rows = ["| key | type | default | what it is |", "| --- | --- | --- | --- |"]
+    for name, info in section.model_fields.items():
+        for key, field in _rows(f"{path}.{name}", info):
+            cells = (f"`{key}`", _type(field), _default(key, field), _cell(field.description))
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _rows(key: str, info: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
+    """A section inside a section shows its own keys."""
+    inner = info.annotation
+    if isinstance(inner, type) and issubclass(inner, BaseModel):
+        for name, field in inner.model_fields.items():
+            yield from _rows(f"{key}.{name}", field)
+    else:
+        yield key, info
+
+
+def _nested() -> str:
+    """The element types of the lists."""
+    parts = []
+    for model, path in _elements(Settings, ""):
+        parts.append(f"## Entries of `{path}`\n\n{_cell(model.__doc__)}\n\n{_table(model, '')}")
+    return "\n".join(parts).replace("| `.", "| `")
+
+
+def _elements(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
+    for name, info in model.model_fields.items():
+        here = f"{path}.{name}" if path else name
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _elements(kind, here)
+        elif get_origin(kind) is tuple:
+            element = get_args(kind)[0]
+            if isinstance(element, type) and issubclass(element, BaseModel):
+                yield element, here
+                yield from _elements(element, here)
+
+
+def _type(info: FieldInfo) -> str:
+    bounds = [
+        f"{sign} {getattr(bound, word)}"
+        for bound in info.metadata
+        for word, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
+        if getattr(bound, word, None) is not None
+    ]
+    return " ".join([_type_name(info.annotation), ", ".join(bounds)]).strip()
+
+
+def _type_name(kind: Any) -> str:
+    names: dict[Any, str] = {
+        int: "integer", float: "number", bool: "true or false", str: "text", Path: "path",
+        SecretStr: "secret",
+    }  # fmt: skip
+    if kind in names:
+        return names[kind]
+    if get_origin(kind) is tuple:
+        return f"list of {_type_name(get_args(kind)[0])}"
+    if get_args(kind):
+        parts = [arg for arg in get_args(kind) if arg is not type(None)]
+        if get_origin(kind) is not None and all(isinstance(part, str) for part in parts):
+            return " or ".join(f"`{part}`" for part in parts)
+        return " or ".join(_type_name(part) for part in parts)
+    return "entry"
+
+
+def _default(key: str, info: FieldInfo) -> str:
+    if info.default is PydanticUndefined:
+        return "required"
+    return _readable(key, info.default)
+
+
+def _readable(key: str, value: Any) -> str:
+    if isinstance(value, SecretStr):
+        value = value.get_secret_value()
+    if value is None or value in ("", ()):
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int) and "bytes" in key:
+        for size, unit in _SIZES:
+            if value >= size and value % size == 0:
+                return f"{value // size} {unit}"
+    if isinstance(value, float) and key.endswith("_s"):
+        return f"{value:g} s"
+    if isinstance(value, int | float):
+        return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, tuple):
+        return f"`{json.dumps(value)}`"
+    return f"`{value}`"
+
+
+def _cell(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+def main(arguments: list[str]) -> int:
+    stale = stale_pages()
+    for page in stale:
+        if "--check" in arguments:
+            print(f"{page.relative_to(ROOT)} is stale: run `make docs`", file=sys.stderr)
+        else:
+            page.parent.mkdir(exist_ok=True)
+            page.write_text(pages()[page])
+            print(f"written: {page.relative_to(ROOT)}")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
