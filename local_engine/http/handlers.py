@@ -112,15 +112,13 @@ class Handlers:
         return _json({"prompt": text})
 
     async def health(self, request: web.Request) -> web.Response:
-        """The process is alive."""
-        return web.Response()
+        """The process lives, and its engine if it has one already."""
+        return web.Response(status=503 if self._state.broken else 200)
 
     async def ready(self, request: web.Request) -> web.Response:
         """New requests are welcome."""
-        phase = self._state.phase
-        return web.json_response(
-            {"status": phase.value}, status=200 if phase is Phase.READY else 503
-        )
+        status = "broken" if self._state.broken else self._state.phase.value
+        return web.json_response({"status": status}, status=200 if status == Phase.READY else 503)
 
     async def metrics(self, request: web.Request) -> web.Response:
         page = self._state.loaded.metrics.render()

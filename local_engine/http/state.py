@@ -78,6 +78,11 @@ class ServerState:
         self._texts.shutdown(wait=False, cancel_futures=True)
 
     @property
+    def broken(self) -> bool:
+        """The engine was there and has failed; only a restart helps."""
+        return self._serving is not None and not self._serving.engine.healthy
+
+    @property
     def loaded(self) -> Serving:
         """Raises EngineUnavailable while the model loads."""
         if self._serving is None:

@@ -67,6 +67,7 @@ class ScriptedCore:
     live: int = 0
     broken_pool: str = ""
     resets: int = 0
+    healthy: bool = True
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def submit(self, request: EngineRequest) -> ScriptedStream:

@@ -510,6 +510,14 @@ async def test_loading_and_draining_servers_are_alive_not_ready_and_say_so(serve
         assert (await server.get("/v1/models"))[0] == 200
 
 
+async def test_a_server_whose_engine_failed_is_neither_alive_nor_ready(server) -> None:
+    assert (await server.get("/health"))[0] == 200
+    server.core.healthy = False
+    assert (await server.get("/health"))[0] == 503
+    status, answer, _ = await server.get("/ready")
+    assert (status, answer["status"]) == (503, "broken")
+
+
 async def test_integrity_answers_with_counts_or_with_what_is_wrong(server) -> None:
     status, answer, _ = await server.get("/debug/integrity")
     assert status == 200
