@@ -81,7 +81,7 @@ def engine(
 ) -> None:
     """Run the embedded torch engine and its OpenAI server."""
     settings = _settings(config, "engine", host=host, port=port, **options)
-    if settings.engine.model is None:
+    if settings.engine.model is None and settings.engine.paced is None:
         raise ConfigError("engine.model: name a Hugging Face directory or a GGUF file (--model)")
     from local_engine.serve import serve
 
