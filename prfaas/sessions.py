@@ -7,7 +7,7 @@ an in-memory pipe and the simulator drive the same code.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prfaas.codecs import CodecSet
 from prfaas.errors import CorruptKv, PrfaasError, ProtocolError
@@ -94,14 +94,24 @@ class SendSession:
         accept = SessionAccept(self.ledger.chunk_tokens, queue_position, retained_bytes)
         return self._control(FrameType.ACCEPT, convert.accept_to_bytes(accept))
 
-    def claim(self, piece: Piece, nbytes: int) -> None:
-        """A piece that the engine exported. Raises ProtocolError where it does not fit."""
+    def claim(self, piece: Piece, nbytes: int, max_bytes: int) -> tuple[Piece, ...]:
+        """A piece that the engine exported, cut by tokens so that no frame has over `max_bytes`
+        raw bytes where one token is not more than that. Raises ProtocolError: it does not fit.
+        """
         self._require(SendState.PREFILLING)
         expected = self.ledger.piece_bytes(piece)
         if nbytes != expected:
             raise ProtocolError(f"{piece}: engine exported {nbytes} bytes, not {expected}")
-        if not self.ledger.claim(piece):
-            raise ProtocolError(f"{piece}: engine exported it twice")
+        tokens = piece.token_end - piece.token_start
+        step = max(1, max_bytes * tokens // nbytes)
+        cuts = tuple(
+            replace(piece, token_start=at, token_end=min(at + step, piece.token_end))
+            for at in range(piece.token_start, piece.token_end, step)
+        )
+        for cut in cuts:
+            if not self.ledger.claim(cut):
+                raise ProtocolError(f"{cut}: engine exported it twice")
+        return cuts
 
     def kv(
         self,

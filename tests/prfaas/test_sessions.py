@@ -68,7 +68,7 @@ class Pair:
 
     def frame(self, piece: Piece, *, flags: FrameFlag = FrameFlag.NONE) -> Frame:
         raw = raw_of(piece)
-        self.send.claim(piece, raw.nbytes)
+        assert self.send.claim(piece, raw.nbytes, 1 << 20) == (piece,)
         codec = CODECS.negotiate(["planes-zstd"])
         codec_id, payload = encode(codec, raw, 2)
         return self.send.kv(
@@ -327,12 +327,23 @@ def test_the_engine_may_not_export_rubbish() -> None:
     pair = Pair.make()
     piece = pair.pieces()[0]
     with pytest.raises(ProtocolError, match="exported 255 bytes, not 256"):
-        pair.send.claim(piece, 255)
+        pair.send.claim(piece, 255, 1 << 20)
     pair.frame(piece)
     with pytest.raises(ProtocolError, match="exported it twice"):
-        pair.send.claim(piece, 256)
+        pair.send.claim(piece, 256, 1 << 20)
     with pytest.raises(ProtocolError, match="overlaps"):
-        pair.send.claim(replace(piece, token_start=1), 256 * 7 // 8)
+        pair.send.claim(replace(piece, token_start=1), 256 * 7 // 8, 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("max_bytes", "tokens"),
+    [(256, [8]), (255, [7, 1]), (100, [3, 3, 2]), (64, [2] * 4), (1, [1] * 8)],
+)
+def test_a_large_record_is_cut_by_tokens(max_bytes: int, tokens: list[int]) -> None:
+    pair = Pair.make()
+    cuts = pair.send.claim(pair.pieces()[0], 256, max_bytes)
+    assert [c.token_end - c.token_start for c in cuts] == tokens
+    assert (cuts[0].token_start, cuts[-1].token_end) == (0, 8)
 
 
 def test_acks_reach_the_sender_and_old_ones_do_not() -> None:

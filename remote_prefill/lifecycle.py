@@ -1,0 +1,49 @@
+"""How an agent's process ends: the first signal drains, the second forces."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """What the signals have asked for so far."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.force = asyncio.Event()
+
+    def on_signal(self) -> None:
+        """SIGTERM or SIGINT came."""
+        if self.drain.is_set():
+            self.force.set()
+        self.drain.set()
+
+    async def drained(self, idle: Awaitable[None], limit_s: float) -> bool:
+        """Wait until `idle`, the limit or a second signal; True where it is idle."""
+        waits = [asyncio.ensure_future(idle), asyncio.ensure_future(self.force.wait())]
+        try:
+            await asyncio.wait(waits, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            return waits[0].done()
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """Catch the signals while inside; the loop's main thread only."""
+    loop = asyncio.get_running_loop()
+    signals = StopSignals()
+    for number in SIGNALS:
+        loop.add_signal_handler(number, signals.on_signal)
+    try:
+        yield signals
+    finally:
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,184 @@
+"""Prometheus metrics of both agents, each in a registry of its own, and their port."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from prfaas.errors import ConfigError
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class PrefillMetrics:
+    """What P's agent counts."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.sessions = Counter(
+            "prfaas_prefill_sessions",
+            "Sessions by how they ended; `reason` is the error kind, empty when sealed.",
+            ("status", "reason"),
+            registry=registry,
+        )
+        self.raw_bytes = Counter(
+            "prfaas_prefill_raw_bytes", "KV bytes of sealed sessions, decoded.", registry=registry
+        )
+        self.wire_bytes = Counter(
+            "prfaas_prefill_wire_bytes", "KV bytes sent, with frame headers.", registry=registry
+        )
+        self.session_seconds = Histogram(
+            "prfaas_prefill_session_seconds",
+            "From OPEN to the end of a session.",
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._registry = registry
+
+    def gauges(
+        self,
+        *,
+        sessions: Callable[[], float],
+        queued: Callable[[], float],
+        retention_used: Callable[[], float],
+        ring_records: Callable[[], float],
+        engine_connected: Callable[[], float],
+    ) -> None:
+        """Values that are read when the metrics are."""
+        _gauge(self._registry, "prfaas_prefill_open_sessions", "Sessions open now.", sessions)
+        _gauge(
+            self._registry,
+            "prfaas_prefill_queued_sessions",
+            "Sessions waiting for retention.",
+            queued,
+        )
+        _gauge(
+            self._registry,
+            "prfaas_prefill_retention_used_bytes",
+            "Retention reserved by open sessions.",
+            retention_used,
+        )
+        _gauge(
+            self._registry,
+            "prfaas_prefill_ring_records",
+            "Records in the engine's ring that are not copied out yet.",
+            ring_records,
+        )
+        _gauge(
+            self._registry,
+            "prfaas_prefill_engine_connected",
+            "1 while an engine is connected.",
+            engine_connected,
+        )
+
+
+class AgentMetrics:
+    """What D's agent counts."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.fetches = Counter(
+            "prfaas_agent_fetches",
+            "Fetches answered, by status and reason (empty when staged).",
+            ("status", "reason"),
+            registry=registry,
+        )
+        self.tries = Counter(
+            "prfaas_agent_tries",
+            "Sessions tried at an instance; `result` is `complete` or an error kind.",
+            ("peer", "instance", "result"),
+            registry=registry,
+        )
+        self.raw_bytes = Counter(
+            "prfaas_agent_raw_bytes",
+            "KV bytes received, decoded.",
+            ("peer", "instance"),
+            registry=registry,
+        )
+        self.wire_bytes = Counter(
+            "prfaas_agent_wire_bytes",
+            "KV bytes received, with frame headers.",
+            ("peer", "instance"),
+            registry=registry,
+        )
+        self.dropped_frames = Counter(
+            "prfaas_agent_dropped_frames",
+            "Frames dropped because they were late or duplicate.",
+            ("why",),
+            registry=registry,
+        )
+        self.imports = Counter(
+            "prfaas_agent_imports",
+            "What engines said of their imports; `digest_mismatch` is an error of this side.",
+            ("result",),
+            registry=registry,
+        )
+        self.phase_seconds = Histogram(
+            "prfaas_agent_phase_seconds",
+            "Phases of remote prefills.",
+            ("phase",),
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self.pairings = Counter(
+            "prfaas_agent_pairings",
+            "Handshakes with probe, by result: `ok` or an error kind.",
+            ("peer", "instance", "result"),
+            registry=registry,
+        )
+
+    def gauges(
+        self,
+        *,
+        sessions: Callable[[], float],
+        staging_used: Callable[[], float],
+        staging_waiting: Callable[[], float],
+        ready_instances: Callable[[], float],
+        engine_connected: Callable[[], float],
+    ) -> None:
+        """Values that are read when the metrics are."""
+        registry = self.registry
+        _gauge(registry, "prfaas_agent_open_sessions", "Fetches not ended yet.", sessions)
+        _gauge(registry, "prfaas_agent_staging_used_bytes", "Staging reserved.", staging_used)
+        _gauge(
+            registry,
+            "prfaas_agent_staging_waiting",
+            "Fetches waiting for staging.",
+            staging_waiting,
+        )
+        _gauge(
+            registry,
+            "prfaas_agent_ready_instances",
+            "Prefill instances paired and reachable.",
+            ready_instances,
+        )
+        _gauge(
+            registry,
+            "prfaas_agent_engine_connected",
+            "1 while an engine is connected.",
+            engine_connected,
+        )
+
+
+def _gauge(registry: CollectorRegistry, name: str, text: str, value: Callable[[], float]) -> None:
+    Gauge(name, text, registry=registry).set_function(value)
+
+
+@contextmanager
+def metrics_server(host: str, port: int, registry: CollectorRegistry) -> Iterator[int]:
+    """Serve `registry` while inside; port 0: nothing is served. Raises ConfigError."""
+    if port == 0:
+        yield 0
+        return
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as exc:
+        raise ConfigError(f"metrics_port: cannot listen on {host}:{port}: {exc}") from exc
+    try:
+        yield port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

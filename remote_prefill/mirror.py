@@ -1,0 +1,116 @@
+"""What an agent knows of its engine, from KvPort messages to the Watch feed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from prfaas.hashing import HASH_BYTES, BlockHash
+from prfaas.kvport import EngineConn
+from prfaas.snapshot import UNKNOWN_CURVE, PrefillCurve
+from prfaas.telemetry import EngineInfo
+from prfaas_connect.port.messages import KvEvents, PortError, Stats
+from remote_prefill.watch import WatchFeed
+
+log = logging.getLogger(__name__)
+
+
+class EngineMirror:
+    """The engine named `name` as the feed shows it; one connection at a time."""
+
+    def __init__(self, name: str, feed: WatchFeed) -> None:
+        self._name = name
+        self._feed = feed
+        self._conn: EngineConn | None = None
+        self._stats: Stats | None = None
+        self._seq = 0
+        self._draining = False
+        self.free_staging_bytes = 0
+        self.free_retention_bytes = 0
+        self.publish()
+
+    def connected(self, conn: EngineConn) -> None:
+        """A new engine; nothing of the one before holds."""
+        self._conn, self._stats, self._seq = conn, None, 0
+        self._feed.forget_index()
+        self.publish()
+
+    def disconnected(self) -> None:
+        self._conn = self._stats = None
+        self._feed.forget_index()
+        self.publish()
+
+    def drain(self) -> None:
+        """The agent takes no new work."""
+        self._draining = True
+        self.publish()
+
+    def stats(self, stats: Stats) -> None:
+        self._stats = stats
+        self.publish()
+
+    def kv_events(self, events: KvEvents) -> None:
+        """Cache changes. A gap in the numbers voids what was known; PortError where malformed."""
+        conn = self._conn
+        if conn is None or events.epoch != conn.hello.epoch:
+            log.warning("cache events of epoch %s dropped", events.epoch)
+            return
+        stored, removed = _hashes(events.stored), _hashes(events.removed)
+        gap = events.seq != self._seq + 1
+        self._seq = events.seq
+        if events.cleared or gap or self._feed.index is None:
+            if gap and not events.cleared:
+                log.warning("cache events jumped to %d: index starts anew", events.seq)
+            self._feed.set_index(self._name, events.epoch, stored)
+        else:
+            self._feed.change_index(stored, removed)
+
+    def publish(self) -> None:
+        """Tell the feed how things stand."""
+        conn, stats = self._conn, self._stats
+        if conn is None:
+            self._feed.set_engine(EngineInfo(self._name, draining=self._draining))
+            return
+        hello = conn.hello
+        self._feed.set_engine(
+            EngineInfo(
+                name=self._name,
+                ready=stats is not None,
+                draining=self._draining or (stats is not None and stats.draining),
+                queue_tokens=stats.queue_tokens if stats else 0,
+                waiting=stats.waiting if stats else 0,
+                running=stats.running if stats else 0,
+                context_tokens=stats.context_tokens if stats else 0,
+                free_blocks=stats.free_blocks if stats else 0,
+                total_blocks=stats.total_blocks if stats else 0,
+                decode_step_s=stats.decode_step_s if stats else 0.0,
+                curve=_curve(stats, hello.chunk_tokens) if stats else UNKNOWN_CURVE,
+                model=hello.model,
+                block_tokens=hello.block_tokens,
+                token_bytes=conn.layout.token_bytes,
+                epoch=hello.epoch,
+                paced=hello.paced,
+                free_staging_bytes=self.free_staging_bytes,
+                free_retention_bytes=self.free_retention_bytes,
+                roles=tuple(hello.roles),
+            )
+        )
+
+
+def _curve(stats: Stats, chunk_tokens: int) -> PrefillCurve:
+    return PrefillCurve(
+        stats.prefill_base_s,
+        stats.prefill_token_s,
+        stats.prefill_token_context_s,
+        chunk_tokens,
+    )
+
+
+def _hashes(texts: Iterable[str]) -> list[BlockHash]:
+    try:
+        hashes = [bytes.fromhex(text) for text in texts]
+    except ValueError as exc:
+        raise PortError(f"kv_events: not a hash: {exc}") from exc
+    if any(len(h) != HASH_BYTES for h in hashes):
+        raise PortError(f"kv_events: hashes have {HASH_BYTES} bytes")
+    return hashes

@@ -1,0 +1,313 @@
+"""P's agent: its engine, its retention and the sessions it serves; no gRPC in here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from prfaas.clock import SYSTEM_CLOCK, Clock
+from prfaas.codecs import default_codecs
+from prfaas.errors import (
+    Cancelled,
+    ContextTooLong,
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PeerUnavailable,
+    PrfaasError,
+    UnknownModel,
+)
+from prfaas.frames import Frame
+from prfaas.kvport import EngineConn
+from prfaas.limits import Limits
+from prfaas.rpc import convert
+from prfaas.session_messages import Handshake, SessionOpen
+from prfaas.sessions import SendSession, SendState
+from prfaas.settings import PrefillSettings
+from prfaas_connect.port.messages import (
+    Abort,
+    Fetch,
+    FetchDone,
+    KvEvents,
+    PortError,
+    PrefillEnd,
+    Record,
+    Release,
+    Stats,
+)
+from remote_prefill.exports import ExportHub
+from remote_prefill.identity import handshake_of
+from remote_prefill.metrics import PrefillMetrics
+from remote_prefill.mirror import EngineMirror
+from remote_prefill.retention import RetentionPool, Ticket
+from remote_prefill.sender import Sender, SenderOptions, Write
+from remote_prefill.watch import WatchFeed
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+STOP_TIMEOUT_S = 2.0
+SUPPORTED_QUALITY = ("exact",)
+
+
+@dataclass(slots=True)
+class ServedSession:
+    """One session from its admission to its end; its handler runs it until `stopped` is set."""
+
+    machine: SendSession
+    ticket: Ticket
+    hub: ExportHub
+    lease_s: float
+    opened_s: float
+    heard_s: float
+    """Monotonic times of OPEN and of the last frame from the other side."""
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    stop_error: PrfaasError | None = None
+
+    def stop(self, error: PrfaasError) -> None:
+        """Have the handler end the session with `error`."""
+        self.stop_error = error
+        self.stopped.set()
+
+
+class PrefillAgent:
+    """Owns sessions, retention and codec threads; `close` frees the threads.
+
+    `on_engine` runs for the life of each engine connection; a connection's end fails its sessions.
+    """
+
+    def __init__(
+        self, settings: PrefillSettings, limits: Limits, *, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
+        self.settings = settings
+        self.limits = limits
+        self.clock = clock
+        self.metrics = PrefillMetrics()
+        self.feed = WatchFeed(f"{settings.peer}/{settings.instance}", limits)
+        self.codecs = default_codecs(settings.zstd_level)
+        self.draining = False
+        self.sessions: dict[int, ServedSession] = {}
+        self.retention = RetentionPool(settings.retention_bytes, limits.prefill_queue_sessions)
+        self._executor = ThreadPoolExecutor(settings.codec_threads, "codec")
+        self._mirror = EngineMirror(settings.instance, self.feed)
+        self._conn: EngineConn | None = None
+        self._hub: ExportHub | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._publish()
+        self.metrics.gauges(
+            sessions=lambda: len(self.sessions),
+            queued=lambda: self.retention.waiting,
+            retention_used=lambda: self.retention.used_bytes,
+            ring_records=lambda: self._hub.unfreed_records if self._hub else 0,
+            engine_connected=lambda: self._conn is not None,
+        )
+
+    def __repr__(self) -> str:
+        state = "DRAINING" if self.draining else "READY" if self._conn else "NO_ENGINE"
+        return f"<PrefillAgent {self.feed.agent} {state} sessions={len(self.sessions)}>"
+
+    # --- engine ---
+
+    async def on_engine(self, conn: EngineConn) -> None:
+        """Serve one engine connection until it ends."""
+        hub = ExportHub(conn)
+        self._conn, self._hub = conn, hub
+        self._mirror.connected(conn)
+        log.info("engine connected engine=%r model=%r", conn.hello.engine, conn.hello.model)
+        try:
+            async for message, _ in conn:
+                self._on_message(conn, hub, message)
+        finally:
+            hub.close()
+            if self._conn is conn:
+                self._conn = self._hub = None
+                self._mirror.disconnected()
+            log.info("engine gone engine=%r", conn.hello.engine)
+
+    def _on_message(self, conn: EngineConn, hub: ExportHub, message: object) -> None:
+        try:
+            if isinstance(message, Record):
+                hub.on_record(message)
+            elif isinstance(message, PrefillEnd):
+                hub.on_end(message)
+            elif isinstance(message, Stats):
+                self._mirror.stats(message)
+            elif isinstance(message, KvEvents):
+                self._mirror.kv_events(message)
+            elif isinstance(message, Fetch):
+                conn.send(FetchDone(message.session, "local", "not_a_decode_agent"))
+            elif not isinstance(message, Abort | Release):
+                raise PortError(f"{type(message).__name__} is not for an agent")
+        except PortError as exc:
+            log.error("engine broke the port protocol: %s", exc)
+            conn.close()
+
+    @property
+    def engine(self) -> EngineConn | None:
+        """The connected engine, if it can prefill."""
+        conn = self._conn
+        return conn if conn is not None and "prefill" in conn.hello.roles else None
+
+    @property
+    def serving(self) -> bool:
+        """What the health service says."""
+        return self.engine is not None and not self.draining
+
+    def require_engine(self) -> tuple[EngineConn, ExportHub]:
+        """Raises EngineUnavailable, or PeerUnavailable while draining."""
+        if self.draining:
+            raise PeerUnavailable(f"{self.feed.agent} is draining", retry_after_s=RETRY_AFTER_S)
+        conn, hub = self.engine, self._hub
+        if conn is None or hub is None:
+            text = "no engine is connected" if self._conn is None else "its engine has no prefill"
+            raise EngineUnavailable(f"{self.feed.agent}: {text}", retry_after_s=RETRY_AFTER_S)
+        return conn, hub
+
+    def handshake(self, client: Handshake) -> Handshake:
+        """Our side. Raises IncompatibleLayout naming the field, EngineUnavailable."""
+        conn, _ = self.require_engine()
+        mine = handshake_of(
+            self.feed.agent, conn.hello, conn.layout, self.codecs, self.settings.instance
+        )
+        mine.fingerprint.require_compatible(client.fingerprint)
+        self.codecs.negotiate(client.codecs)
+        return mine
+
+    # --- sessions ---
+
+    def admit(self, frame: Frame) -> ServedSession:
+        """Check OPEN and reserve retention, or join its queue; `end` when the session has ended.
+
+        Raises what the other side has to be told. Nothing is kept of a refused session.
+        """
+        request = convert.open_from_bytes(frame.payload)
+        conn, hub = self.require_engine()
+        if frame.session in self.sessions:
+            raise InvalidRequest(f"session {frame.session:x} is open already", param="session")
+        if len(self.sessions) >= self.limits.agent_max_sessions:
+            raise Overloaded(
+                f"{len(self.sessions)} sessions are open already", retry_after_s=RETRY_AFTER_S
+            )
+        _check_open(request, conn, self.limits)
+        self.codecs.negotiate(request.codecs)
+        machine = SendSession(
+            session=frame.session,
+            epoch=frame.epoch,
+            request=request,
+            layout=conn.layout,
+            chunk_tokens=conn.hello.chunk_tokens,
+        )
+        nbytes = conn.layout.session_bytes(request.send_from, request.token_count)
+        ticket = self.retention.request(nbytes, retry_after_s=RETRY_AFTER_S)
+        lease_s = min(request.lease_s, self.limits.lease_s)
+        now = self.clock.now()
+        served = ServedSession(machine, ticket, hub, lease_s, now, now)
+        self.sessions[frame.session] = served
+        self._publish()
+        return served
+
+    def sender(self, served: ServedSession, write: Write) -> Sender:
+        """What runs an admitted session over a transport."""
+        return Sender(
+            served.machine,
+            ticket=served.ticket,
+            hub=served.hub,
+            codec=self.codecs.negotiate(served.machine.request.codecs),
+            executor=self._executor,
+            write=write,
+            options=SenderOptions(min(1.0, self.limits.progress_timeout_s / 3), self.clock),
+        )
+
+    def end(self, served: ServedSession, reason: str) -> None:
+        """Free what a session holds and count how it ended (`reason`: error kind or empty)."""
+        machine = served.machine
+        machine.cancel()
+        served.ticket.release()
+        self.sessions.pop(machine.session, None)
+        self.metrics.sessions.labels(machine.state.value, reason).inc()
+        self.metrics.wire_bytes.inc(machine.wire_bytes)
+        if machine.state is SendState.SEALED:
+            self.metrics.raw_bytes.inc(machine.ledger.raw_bytes)
+        self.metrics.session_seconds.observe(self.clock.now() - served.opened_s)
+        self._publish()
+
+    def cancel(self, session: int) -> bool:
+        """End a session by number; False where there is none."""
+        served = self.sessions.get(session)
+        if served is None:
+            return False
+        served.stop(Cancelled("the other side has cancelled"))
+        return True
+
+    # --- end of the process ---
+
+    def drain(self) -> None:
+        """Refuse new sessions from now on."""
+        self.draining = True
+        self._mirror.drain()
+
+    async def wait_idle(self) -> None:
+        """Until no session is open."""
+        await self._idle.wait()
+
+    async def stop_sessions(self) -> None:
+        """End all sessions with an error that sends their other side elsewhere."""
+        for served in self.sessions.values():
+            served.stop(PeerUnavailable(f"{self.feed.agent} is shutting down"))
+        try:
+            await asyncio.wait_for(self.wait_idle(), STOP_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("%d sessions did not stop in time", len(self.sessions))
+
+    async def close(self) -> None:
+        """End the codec threads, once the handlers have ended."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        await asyncio.to_thread(self._executor.shutdown)
+
+    def _publish(self) -> None:
+        if self.sessions:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self._mirror.free_retention_bytes = self.retention.free_bytes
+        self._mirror.publish()
+
+
+def _check_open(request: SessionOpen, conn: EngineConn, limits: Limits) -> None:
+    hello = conn.hello
+    if request.engine_epoch != hello.epoch:
+        raise EngineUnavailable(
+            "the prefill engine has restarted since the handshake", field="engine_epoch"
+        )
+    if request.model != hello.model:
+        raise UnknownModel(f"model {request.model!r} is not {hello.model!r}", param="model")
+    if request.quality not in SUPPORTED_QUALITY:
+        raise InvalidRequest(
+            f"quality {request.quality!r} is not one of {list(SUPPORTED_QUALITY)}", param="quality"
+        )
+    if request.deadline_s <= 0 or request.lease_s <= 0:
+        raise InvalidRequest("deadline_s and lease_s must be positive", param="deadline_s")
+    if not request.tokens or len(request.tokens) % 4:
+        raise InvalidRequest(
+            f"tokens: {len(request.tokens)} bytes are not a list of int32 ids", param="tokens"
+        )
+    longest = min(hello.max_tokens, limits.max_prompt_tokens)
+    if request.token_count > longest:
+        raise ContextTooLong(
+            f"{request.token_count} tokens are more than the {longest} that fit", param="tokens"
+        )
+    if request.send_from >= request.token_count:
+        raise InvalidRequest(
+            f"send_from {request.send_from} is not below {request.token_count}", param="send_from"
+        )
+    ids = np.frombuffer(request.tokens, dtype="<i4")
+    wrong = ids[(ids < 0) | (ids >= hello.vocab_size)]
+    if wrong.size:
+        raise InvalidRequest(
+            f"token {int(wrong[0])} is not in the vocabulary of {hello.vocab_size}", param="tokens"
+        )

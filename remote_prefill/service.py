@@ -1,0 +1,212 @@
+"""The gRPC service of P's agent: handlers that join streams to sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from typing import Literal, NoReturn, Protocol
+
+import grpc
+import grpc.aio
+
+from prfaas.errors import Cancelled, PrefillTimeout, PrfaasError, ProtocolError
+from prfaas.frames import Frame, FrameType, parse_all
+from prfaas.rpc import convert
+from prfaas.rpc.status import status_of
+from prfaas.rpc.v1 import prefill_pb2 as pb
+from prfaas.sessions import SendState
+from remote_prefill.prefill_agent import PrefillAgent, ServedSession
+from remote_prefill.transport import SERVICE
+
+log = logging.getLogger(__name__)
+
+PING_CHUNK_BYTES = 64 << 10
+MAX_PROBE_BYTES = 8 << 20
+OPEN_TIMEOUT_S = 5.0
+"""A stream that does not open a session within this is closed."""
+
+
+class Context(Protocol):
+    """What we use of gRPC's servicer context."""
+
+    async def read(self) -> object: ...
+
+    async def write(self, message: bytes) -> None: ...
+
+    async def abort(
+        self, code: grpc.StatusCode, details: str, metadata: tuple[tuple[str, bytes], ...]
+    ) -> NoReturn: ...
+
+
+class PrefillService:
+    """Handlers of `prfaas.rpc.v1.Prefill`; borrows the agent."""
+
+    def __init__(self, agent: PrefillAgent) -> None:
+        self._agent = agent
+        self._padding = os.urandom(PING_CHUNK_BYTES)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """`Transfer` takes and gives bytes as they are; the rest is protobuf."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "Handshake": grpc.unary_unary_rpc_method_handler(
+                    self.handshake,
+                    pb.HandshakeRequest.FromString,
+                    pb.HandshakeReply.SerializeToString,
+                ),
+                "Transfer": grpc.stream_stream_rpc_method_handler(self.transfer),
+                "Cancel": grpc.unary_unary_rpc_method_handler(
+                    self.cancel, pb.CancelRequest.FromString, pb.CancelReply.SerializeToString
+                ),
+                "Ping": grpc.unary_stream_rpc_method_handler(
+                    self.ping, pb.PingRequest.FromString, pb.PingReply.SerializeToString
+                ),
+            },
+        )
+
+    async def handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
+        try:
+            client = convert.handshake_from_request(request)
+            return convert.handshake_reply(self._agent.handshake(client))
+        except PrfaasError as exc:
+            log.info("handshake refused client=%r kind=%s: %s", request.client, exc.kind, exc)
+            await context.abort(*status_of(exc))
+
+    async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
+        return pb.CancelReply(cancelled=sum(self._agent.cancel(s) for s in request.sessions))
+
+    async def ping(self, request: pb.PingRequest, context: Context) -> AsyncIterator[pb.PingReply]:
+        left = min(request.probe_bytes, MAX_PROBE_BYTES)
+        while left > 0:
+            yield pb.PingReply(padding=self._padding[: min(left, PING_CHUNK_BYTES)])
+            left -= PING_CHUNK_BYTES
+        engine = self._agent.engine
+        yield pb.PingReply(
+            last=True,
+            server_s=self._agent.clock.now(),
+            engine_epoch=engine.hello.epoch if engine else "",
+        )
+
+    async def transfer(self, _: AsyncIterator[bytes], context: Context) -> None:
+        """One session. Every failure is an ERROR frame, then the stream ends."""
+        try:
+            frames = await self._first_message(context)
+            opening = frames[0]
+        except PrfaasError as exc:
+            await self._refuse(Frame(FrameType.ERROR, 0), exc, context)
+            return
+        try:
+            served = self._agent.admit(opening)
+        except PrfaasError as exc:
+            await self._refuse(opening, exc, context)
+            return
+        reason = "cancelled"
+        try:
+            reason = await self._serve(served, context)
+        finally:
+            self._agent.end(served, reason)
+            log.info("session ended %r reason=%s", served.machine, reason or "none")
+
+    async def _first_message(self, context: Context) -> list[Frame]:
+        try:
+            data = await asyncio.wait_for(context.read(), OPEN_TIMEOUT_S)
+        except TimeoutError:
+            raise PrefillTimeout("no OPEN frame came", phase="connect") from None
+        if not isinstance(data, bytes):
+            raise ProtocolError("the stream ended before it opened a session")
+        frames = list(parse_all(data))
+        if len(frames) != 1 or frames[0].type is not FrameType.OPEN:
+            raise ProtocolError("a stream begins with one OPEN frame")
+        return frames
+
+    async def _refuse(self, opening: Frame, error: PrfaasError, context: Context) -> None:
+        log.info("session refused s=%x kind=%s: %s", opening.session, error.kind, error)
+        self._agent.metrics.sessions.labels("refused", error.kind).inc()
+        await context.write(
+            Frame(
+                FrameType.ERROR,
+                opening.session,
+                opening.epoch,
+                payload=convert.error_to_bytes(error),
+            ).serialize()
+        )
+
+    async def _serve(self, served: ServedSession, context: Context) -> str:
+        """Run the session beside what its other side says; the kind of its error, or empty."""
+        machine = served.machine
+        sender = asyncio.ensure_future(self._agent.sender(served, context.write).run())
+        listener = asyncio.ensure_future(self._listen(served, context))
+        stopped = asyncio.ensure_future(served.stopped.wait())
+        try:
+            await self._first_of(served, sender, listener, stopped)
+            return ""
+        except PrfaasError as exc:
+            error = exc
+        except Exception as exc:
+            log.exception("session failed %r", machine)
+            error = PrfaasError(f"internal error: {exc!r}")
+        finally:
+            for task in (sender, listener, stopped):
+                task.cancel()
+            await asyncio.gather(sender, listener, stopped, return_exceptions=True)
+        # A silent or cancelled other side takes no frame, and its bytes are to be freed now.
+        if error.phase != "lease" and not machine.ended:
+            await self._tell(machine.fail(error), context)
+        return error.kind
+
+    async def _first_of(
+        self,
+        served: ServedSession,
+        sender: asyncio.Task[None],
+        listener: asyncio.Task[NoReturn],
+        stopped: asyncio.Task[Literal[True]],
+    ) -> None:
+        """Return when the session is sealed. Raises what ended it otherwise."""
+        deadline_s = served.machine.request.deadline_s
+        limit_s = min(deadline_s, self._agent.limits.transfer_timeout_s)
+        done, _ = await asyncio.wait(
+            {sender, listener, stopped}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            raise PrefillTimeout(f"not sealed within {limit_s:.1f} s", phase="total")
+        if sender in done:
+            sender.result()
+        elif served.stop_error is not None:
+            raise served.stop_error
+        else:
+            listener.result()
+
+    async def _tell(self, frame: Frame, context: Context) -> None:
+        try:
+            await asyncio.wait_for(
+                context.write(frame.serialize()), self._agent.limits.control_timeout_s
+            )
+        except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+            log.info("session %x: nobody takes its error", frame.session)
+
+    async def _listen(self, served: ServedSession, context: Context) -> NoReturn:
+        """Take ACK and CANCEL until an error: Cancelled, PrefillTimeout (lease), ProtocolError."""
+        clock = self._agent.clock
+        read = asyncio.ensure_future(context.read())
+        try:
+            while True:
+                left = served.heard_s + served.lease_s - clock.now()
+                done, _ = await asyncio.wait({read}, timeout=max(0.0, left))
+                if not done:
+                    raise PrefillTimeout(
+                        f"the other side was silent for {served.lease_s:.1f} s", phase="lease"
+                    )
+                data = read.result()
+                if not isinstance(data, bytes):
+                    raise Cancelled("the other side has closed the stream")
+                served.heard_s = clock.now()
+                for frame in parse_all(data):
+                    served.machine.receive(frame)
+                if served.machine.state is SendState.CANCELLED:
+                    raise Cancelled("the other side has cancelled")
+                read = asyncio.ensure_future(context.read())
+        finally:
+            read.cancel()
