@@ -39,6 +39,7 @@ PASSED_HEADERS = ("authorization", "accept", "tracestate", "user-agent")
 """Of the client's headers, what goes on to the engine; routing headers and all others do not."""
 MAX_LISTED = 1000
 
+_REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -235,11 +236,11 @@ class _ResponseSink:
 
 def _request_id(request: web.Request) -> str:
     """The client's id where it is one, else a new one; the same however often it is asked for."""
-    known: str | None = request.get(REQUEST_ID_HEADER)
+    known = request.get(_REQUEST_ID_KEY)
     if known is None:
         given = request.headers.get(REQUEST_ID_HEADER, "")
         known = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        request[REQUEST_ID_HEADER] = known
+        request[_REQUEST_ID_KEY] = known
     return known
 
 
