@@ -147,12 +147,12 @@ class ScriptedEngine:
         return self
 
     async def close(self) -> None:
-        """Disconnect and end the threads."""
+        """Disconnect, as a killed engine does, and end the threads."""
+        await asyncio.to_thread(self._port.close)
         with self._work:
             self._closing = True
             self._work.notify_all()
         self.script.go.set()
-        await asyncio.to_thread(self._port.close)
         await asyncio.to_thread(self._worker.join, 5)
 
     @property
