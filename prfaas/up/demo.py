@@ -87,12 +87,12 @@ class Demo:
         self._check_bursts(local, offload)
 
     async def check_idle(self) -> None:
-        """Both engines idle again, their pools whole, and nothing on the link."""
+        """Both engines idle again, and every block of their pools where it belongs."""
         deadline = asyncio.get_running_loop().time() + _IDLE_TIMEOUT_S
         for name, engine in (("D", self.d_engine), ("P", self.p_engine)):
-            while (state := await engine.get("/debug/integrity")) and _busy(state):
+            while not _idle(state := await engine.get("/debug/integrity")):
                 if asyncio.get_running_loop().time() > deadline:
-                    self.problems.append(f"{name} is not idle: {state}")
+                    self.problems.append(f"{name} is not idle and whole: {state}")
                     break
                 await asyncio.sleep(0.1)
 
@@ -117,5 +117,10 @@ class Demo:
             self.problems.append("no prompt of the burst was offloaded")
 
 
-def _busy(integrity: dict[str, Any]) -> bool:
-    return bool(integrity["running"] or integrity["waiting"] or integrity["owned_blocks"])
+def _idle(integrity: dict[str, Any]) -> bool:
+    busy = ("waiting", "waiting_kv", "running", "exporting", "queue_tokens", "integrity_failures")
+    return (
+        bool(integrity["ok"])
+        and not any(integrity[name] for name in busy)
+        and integrity["free_blocks"] == integrity["total_blocks"]
+    )

@@ -14,7 +14,7 @@ CHATS = (
 )
 
 _LONG_TOPIC = "objects"
-_LONG_QUESTION = "According to the text above, what never changes once an object has been created?"
+_LONG_QUESTION = "In Python, what three things does every object have? Answer in one sentence."
 _QUEUED_TOPIC = "naming"
 _BURST_TOPICS = ("sequence-types", "function", "numeric-types", "identifiers", "async", "raise")
 _BURST_CHARS = 2400
