@@ -92,9 +92,10 @@ def machine() -> str:
 class Report:
     """Collects the rows of one benchmark, then prints and writes them."""
 
-    def __init__(self, name: str, *, quick: bool) -> None:
+    def __init__(self, name: str, *, quick: bool = False, command: str = "") -> None:
         self._name = name
         self._quick = quick
+        self._command = command or f"make bench NAME={name}" + (" QUICK=1" if quick else "")
         self._rows: list[Row] = []
         self.console = Console(highlight=False)
 
@@ -104,9 +105,8 @@ class Report:
 
     def add(self, name: str, value: float, unit: str, note: str) -> None:
         """A figure; `note`: its spread and what it was measured on or against."""
-        command = f"make bench NAME={self._name}" + (" QUICK=1" if self._quick else "")
         marks = ["quick: not for comparison"] if self._quick else []
-        full = "; ".join([*marks, note, command, machine()])
+        full = "; ".join([*marks, note, self._command, machine()])
         self._rows.append(Row(name, float(f"{value:.6g}"), unit, full))
 
     def finish(self, *, directory: Path = RESULTS) -> Path:
