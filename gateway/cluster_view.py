@@ -27,7 +27,9 @@ from prfaas.telemetry import EngineInfo, LinkInfo, WatchUpdate
 
 logger = logging.getLogger(__name__)
 
-NEVER = float("inf")
+NEVER = 1e9
+"""Age in seconds of what was never heard: decades, and a number that JSON can carry."""
+
 UNCONNECTED = EngineInfo(name="")
 
 

@@ -1,0 +1,139 @@
+"""Watch clients on real gRPC: full state first, and anew after every kind of trouble."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from gateway import watch
+from gateway.cluster_view import ClusterView
+from gateway.watch import WatchClient
+from prfaas.hashing import block_chain
+from prfaas.snapshot import Outcome
+from prfaas.telemetry import WatchUpdate
+from prfaas.testing.gateway_setup import ENGINE, PLACE, d_engine, gateway_settings, link, until
+from prfaas.testing.scripted_agent import ScriptedAgent, scripted_agent
+
+CHAIN = block_chain(list(range(64)), 16)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr(watch, "LAST_BACKOFF_S", 0.05)
+
+
+@asynccontextmanager
+async def following(
+    address: str, on_outcome: Callable[[Outcome], None] = lambda outcome: None
+) -> AsyncIterator[ClusterView]:
+    settings = gateway_settings(d_watch=address, limits={"watch_stale_s": 0.3})
+    view = ClusterView(settings.gateway, settings.limits)
+    client = WatchClient(view, ENGINE, "gw", settings.limits, on_outcome)
+    task = asyncio.create_task(client.run())
+    try:
+        yield view
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert not view.feeds[ENGINE].connected
+
+
+@asynccontextmanager
+async def agent_at_d() -> AsyncIterator[ScriptedAgent]:
+    async with scripted_agent(d_engine(), (link(),)) as agent:
+        agent.blocks = tuple(CHAIN[:2])
+        yield agent
+
+
+async def test_state_and_changes_arrive() -> None:
+    outcomes: list[Outcome] = []
+    async with agent_at_d() as agent, following(agent.address, outcomes.append) as view:
+        await until(lambda: view.feeds[ENGINE].connected, "the full event")
+        snapshot = view.snapshot({16: CHAIN})
+        assert snapshot.local.matched_tokens == 32
+        assert snapshot.local.load.queue_tokens == 2000
+        assert view.feeds[ENGINE].links
+
+        agent.change(queue_tokens=5)
+        agent.stored(CHAIN[2])
+        sent = Outcome(
+            "t1", "staged", peer="p", instance="p-0", raw_bytes=5, phases={"total": 1.5},
+            tried=("p/p-0",),
+        )  # fmt: skip
+        agent.outcome(sent)
+        await until(lambda: outcomes, "the outcome")
+        assert outcomes == [sent]
+        snapshot = view.snapshot({16: CHAIN})
+        assert snapshot.local.load.queue_tokens == 5
+        assert snapshot.local.matched_tokens == 48
+
+
+async def test_heartbeats_keep_the_feed_young() -> None:
+    async with agent_at_d() as agent, following(agent.address) as view:
+        await until(lambda: view.feeds[ENGINE].connected, "the full event")
+        await asyncio.sleep(0.5)  # longer than the limit of silence
+        assert view.snapshot({}).local.load.age_s < 0.3
+        assert agent.streams == 1
+
+
+async def test_an_ended_stream_is_opened_anew_with_full_state() -> None:
+    async with agent_at_d() as agent, following(agent.address) as view:
+        await until(lambda: view.index.blocks(ENGINE) == 2, "the full event")
+        agent.blocks = ()
+        agent.end_streams()
+        await until(lambda: agent.streams == 2, "a second stream")
+        await until(lambda: view.feeds[ENGINE].connected, "its full event")
+        assert view.index.blocks(ENGINE) == 0
+
+
+@pytest.mark.parametrize("seq", [5, 1])
+async def test_a_skipped_or_repeated_sequence_number_starts_anew(seq: int) -> None:
+    """Case 8: events were lost, so what is indexed cannot be trusted."""
+    async with agent_at_d() as agent, following(agent.address) as view:
+        await until(lambda: view.feeds[ENGINE].connected, "the full event")
+        agent.push(WatchUpdate(1, False))
+        agent.push(WatchUpdate(seq, False))
+        await until(lambda: agent.streams == 2, "a second stream")
+
+
+async def test_silence_is_taken_for_an_outage() -> None:
+    async with agent_at_d() as agent, following(agent.address) as view:
+        await until(lambda: view.feeds[ENGINE].connected, "the full event")
+        agent.silent = True
+        await until(lambda: agent.streams >= 2, "a second stream", timeout_s=3)
+
+
+async def test_an_agent_that_comes_back_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    async with AsyncExitStack() as first:
+        agent = await first.enter_async_context(agent_at_d())
+        async with following(agent.address) as view:
+            await until(lambda: view.feeds[ENGINE].connected, "the first agent")
+            await first.aclose()
+            await until(lambda: not view.feeds[ENGINE].connected, "the loss to be noticed")
+            assert not view.local_cache_known()
+            port = int(agent.address.rsplit(":", 1)[1])
+            async with scripted_agent(d_engine(epoch="d2"), (link(),), port=port):
+                await until(lambda: view.feeds[ENGINE].engine.epoch == "d2", "the second agent")
+                assert view.local_cache_known()
+    assert "lost the feed of d-0" in caplog.text
+
+
+async def test_an_outage_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        async with following("127.0.0.1:9"):
+            await asyncio.sleep(0.4)
+    assert len([r for r in caplog.records if "lost the feed" in r.message]) == 1
+
+
+async def test_places_are_followed_by_their_own_name() -> None:
+    async with scripted_agent(d_engine(name="whatever it calls itself"), ()) as agent:
+        settings = gateway_settings(p_watch=agent.address)
+        view = ClusterView(settings.gateway, settings.limits)
+        client = WatchClient(view, PLACE, "gw", settings.limits, lambda outcome: None)
+        task = asyncio.create_task(client.run())
+        await until(lambda: view.feeds[PLACE].engine.ready, "the full event")
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
