@@ -6,11 +6,12 @@ the key.
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -25,6 +26,30 @@ class Section(BaseModel):
     """Base of all sections: frozen, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TlsSettings(Section):
+    """Mutual TLS of one process: files that are read again when they change.
+
+    Serving and dialling use the same pair, so one process has one identity.
+    """
+
+    cert: Path = Field(description="PEM file: this process's certificate, then intermediates.")
+    key: Path = Field(description="PEM file: the private key of `cert`, not encrypted.")
+    ca: Path = Field(description="PEM file: the CAs that sign the other side's certificates.")
+    peers: tuple[str, ...] = Field(
+        (),
+        description="DNS or URI names, one of which a client's certificate must carry; "
+        "empty: any certificate of the CA.",
+    )
+
+    @field_validator("peers")
+    @classmethod
+    def _names_that_tell_peers_apart(cls, peers: tuple[str, ...]) -> tuple[str, ...]:
+        for peer in peers:
+            if not peer or peer.lower() == "localhost" or "*" in peer or _is_address(peer):
+                raise ValueError(f"{peer!r} identifies nobody; give a DNS or URI name")
+        return tuple(peer if ":" in peer else peer.lower() for peer in peers)
 
 
 class PolicySettings(Section):
@@ -270,6 +295,14 @@ def validation_message(exc: ValidationError, prefix: str = "") -> str:
         f"{'.'.join(str(part) for part in (*start, *error['loc']))}: {error['msg']}"
         for error in exc.errors()
     )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
