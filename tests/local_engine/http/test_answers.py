@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+
+from local_engine.requests import FinishReason
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+PROMPT = {"model": "tiny", "prompt": "hi"}
+
+
+async def test_a_chat_is_answered_in_openai_shape(server, says) -> None:
+    server.core.script = says("Hello", cached=3)
+    status, answer, _ = await server.post(CHAT, HI)
+    assert status == 200
+    assert answer["id"].startswith("chatcmpl-")
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "tiny"
+    assert answer["system_fingerprint"] == "fp"
+    (choice,) = answer["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "Hello", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+    prompt_tokens = len(server.core.requests[0].prompt_tokens)
+    assert answer["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 6,
+        "total_tokens": prompt_tokens + 6,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+async def test_a_completion_is_answered_in_openai_shape(server, says) -> None:
+    server.core.script = says("Hello", FinishReason.LENGTH)
+    status, answer, _ = await server.post(TEXT, {**PROMPT, "max_tokens": 5})
+    assert status == 200
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("Hello", "length")
+    assert server.core.requests[0].prompt_tokens == tuple(b"hi")
+
+
+async def test_a_streamed_chat_begins_with_the_role_and_ends_with_done(server, says) -> None:
+    server.core.script = says("né")
+    events = await server.stream(CHAT, {**HI, "stream_options": {"include_usage": True}})
+    assert events.pop() == b"[DONE]"
+    chunks = [json.loads(event) for event in events]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    usage = chunks.pop()
+    assert usage["choices"] == []
+    assert usage["usage"]["completion_tokens"] == 4
+    assert all(chunk["usage"] is None for chunk in chunks)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert [delta.get("content") for delta in deltas[1:]] == ["n", "é", None]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    assert reasons == [None, None, None, "stop"]
+
+
+async def test_without_include_usage_no_chunk_mentions_usage(server, says) -> None:
+    server.core.script = says("ok")
+    events = await server.stream(TEXT, PROMPT)
+    assert events.pop() == b"[DONE]"
+    chunks = [json.loads(event) for event in events]
+    assert all("usage" not in chunk for chunk in chunks)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ok"
