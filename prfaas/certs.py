@@ -89,7 +89,7 @@ class Authority:
             certificate = x509.load_pem_x509_certificate(paths[0].read_bytes())
             key = load_pem_private_key(paths[1].read_bytes(), None)
         except OSError as exc:
-            raise ConfigError(f"{exc.filename} cannot be read: {exc.strerror}") from exc
+            raise ConfigError(f"{exc.filename}: {exc.strerror}") from exc
         except (ValueError, TypeError) as exc:
             raise ConfigError(f"{paths[0]} and {paths[1]} are not a CA made here") from exc
         if (
@@ -162,6 +162,22 @@ def make_certs(
         ]
     except OSError as exc:
         raise ConfigError(f"{exc.filename}: {exc.strerror}") from exc
+
+
+def describe(directory: Path, made: Sequence[Made]) -> str:
+    """What `make_certs` left in `directory`, for people."""
+    lines = [
+        f"CA    {directory / 'ca.pem'}",
+        *(
+            f"{'made' if each.new else 'kept'}  {each.directory / 'cert.pem'} and key.pem, "
+            f"until {each.not_after:%Y-%m-%d %H:%M}Z"
+            for each in made
+        ),
+        "",
+        "These are for tests and pilots only: the CA's key lies unencrypted beside them, and",
+        "whoever has it can be anyone. In production take certificates from a CA of your own.",
+    ]
+    return "\n".join(lines)
 
 
 def write_pair(path: Path, pair: Pair) -> None:

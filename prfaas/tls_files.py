@@ -45,7 +45,7 @@ _UNREADABLE = (
 )
 
 _MAX_READS = 4
-"""Files that change while they are read are read again; so often in a row is no rotation."""
+"""Files are read until two reads agree, as they may be replaced meanwhile; longer is a fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +144,17 @@ class _Check:
 
     def read(self) -> _Files:
         """All three files as they were at one moment."""
-        files = self._read_once()
+        before, fault = None, ConfigError(f"{self.key}: the files change all the time")
         for _ in range(_MAX_READS):
-            again = self._read_once()
-            if again == files:
+            try:
+                files = self._read_once()
+            except ConfigError as exc:
+                before, fault = None, exc
+                continue
+            if files == before:
                 return files
-            files = again
-        raise ConfigError(f"{self.key}: the files change all the time")
+            before = files
+        raise fault
 
     def material(self, files: _Files) -> TlsMaterial:
         chain = self._certificates(files.cert, "cert")
