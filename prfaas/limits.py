@@ -40,6 +40,9 @@ class Limits(BaseModel):
     progress_timeout_s: float = Field(15.0, gt=0, description="Longest silence within a transfer.")
     transfer_timeout_s: float = Field(300.0, gt=0, description="One remote prefill in all.")
     control_timeout_s: float = Field(5.0, gt=0, description="One control RPC.")
+    staging_timeout_s: float = Field(
+        5.0, gt=0, description="A fetch that finds no staging at D within this goes local."
+    )
     lease_s: float = Field(
         30.0, gt=0, description="P drops a session whose D is silent for so long."
     )

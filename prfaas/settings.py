@@ -215,6 +215,7 @@ class AgentSettings(Section):
     probe_interval_s: float = Field(
         10.0, gt=0, description="Idle time after which the link is probed."
     )
+    codec_threads: int = Field(1, ge=1, description="Threads that decode.")
     verify_import: bool = Field(False, description="Read every import back and compare digests.")
     hold_until_sealed: bool = Field(
         False, description="Baseline for benchmarks: no layer pipelining."
