@@ -59,7 +59,7 @@ bench-gpu: ## Engine and pair on CUDA tensors; without a GPU it says so
 	@bench/gpu.sh
 
 docs: venv ## Write the generated pages and tables anew
-	@$(BIN)/python scripts/gen_docs.py
+	@$(BIN)/python -m scripts.gen_docs
 
 proto: ## Generate the gRPC stubs anew
 	scripts/gen_proto.sh

@@ -28,10 +28,10 @@ Command = Callable[..., None]
 def _serving(command: Command) -> Command:
     """The options of every process that serves."""
     for option in (
-        click.option("--config", type=_FILE, help="YAML file; see docs/configuration.md."),
-        click.option("--host", help="Listen address."),
-        click.option("--port", type=_PORT, help="Listen port; 0 picks one."),
         click.option("--ready-fd", type=int, hidden=True),
+        click.option("--port", type=_PORT, help="Listen port; 0 picks one."),
+        click.option("--host", help="Listen address."),
+        click.option("--config", type=_FILE, help="YAML file; see docs/configuration.md."),
     ):
         command = option(command)
     return command
@@ -141,6 +141,18 @@ def up(
     from prfaas.up.main import UpOptions, run_up
 
     sys.exit(run_up(UpOptions(load_settings(config), model, port, threads, pin, once)))
+
+
+@cli.command()
+@click.option("--out", type=_PATH, required=True, help="Directory of the CA and the pairs.")
+@click.option("--name", "names", multiple=True, help="Make NAME/cert.pem and key.pem; repeatable.")
+@click.option("--days", type=click.IntRange(1), default=30, show_default=True, help="Validity.")
+@click.option("--rotate", multiple=True, help="Replace the pair of this name; repeatable.")
+def certs(out: Path, names: tuple[str, ...], days: int, rotate: tuple[str, ...]) -> None:
+    """Make a CA and certificates for mutual TLS, for tests and pilots."""
+    from prfaas.certs import describe, make_certs
+
+    click.echo(describe(out, make_certs(out, names, days=days, rotate=rotate)))
 
 
 @cli.group("config")

@@ -1,6 +1,6 @@
-"""Writes docs/configuration.md and the tables in the READMEs from the settings themselves.
+"""Writes the generated pages (configuration, errors, commands) and the tables in the READMEs.
 
-`python scripts/gen_docs.py` writes; with `--check` it only says what is stale, with status 1.
+`python -m scripts.gen_docs` writes; with `--check` it only says what is stale, with status 1.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import click
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from prfaas.cli import cli
+from prfaas.errors import BY_KIND
 from prfaas.limits import Limits
 from prfaas.settings import Settings
+from scripts.metrics_page import metrics_page
 
 ROOT = Path(__file__).parent.parent
 _SIZES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
@@ -42,6 +46,24 @@ out of range are errors that name the key. `prfaas config check FILE` checks a f
 """
 
 
+_ERRORS_HEAD = """\
+# Errors
+
+This page is generated (`make docs`). Every error of prfaas has a kind, which is the same over HTTP
+and gRPC and comes out at the other end as the class that went in (`prfaas/errors.py`). Over HTTP it
+has OpenAI's shape: the kind is `error.type` and `error.code`, and `error.param` names the field
+where one is to blame. Kinds with 503 come with Retry-After where a time is known.
+
+"""
+
+_COMMANDS_HEAD = """\
+# Commands
+
+This page is generated (`make docs`). A wrong setting or option is one line on stderr and status 2;
+any other error of ours is one line and status 1.
+"""
+
+
 def configuration_page() -> str:
     """All of docs/configuration.md."""
     parts = [_HEAD]
@@ -51,6 +73,35 @@ def configuration_page() -> str:
             parts.append(f"## `{name}`\n\n{_cell(info.description)}\n\n{_table(section, name)}")
     parts.append(_nested())
     return "\n".join(parts)
+
+
+def errors_page() -> str:
+    """All of docs/errors.md."""
+    rows = ["| kind | HTTP | gRPC | what it says |", "| --- | --- | --- | --- |"]
+    for kind, cls in sorted(BY_KIND.items(), key=lambda item: (item[1].http_status, item[0])):
+        meaning = _cell(cls.__doc__)
+        rows.append(f"| `{kind}` | {cls.http_status} | `{cls.grpc_code}` | {meaning} |")
+    return _ERRORS_HEAD + "\n".join(rows) + "\n"
+
+
+def commands_page() -> str:
+    """All of docs/commands.md: the help of every command."""
+    parts = [_COMMANDS_HEAD]
+    for path, command in _commands(cli, ("prfaas",)):
+        # Click wraps to the terminal; the page must not depend on one.
+        context = click.Context(command, info_name=" ".join(path), max_content_width=88)
+        context.terminal_width = 88
+        parts.append(f"## `{' '.join(path)}`\n\n```text\n{command.get_help(context)}\n```\n")
+    return "\n".join(parts)
+
+
+def _commands(
+    command: click.Command, path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    yield path, command
+    if isinstance(command, click.Group):
+        for name in sorted(command.commands):
+            yield from _commands(command.commands[name], (*path, name))
 
 
 def limits_table(header: str) -> str:
@@ -76,6 +127,9 @@ def pages() -> dict[Path, str]:
     readme, chinese = ROOT / "README.md", ROOT / "README.zh-CN.md"
     return {
         ROOT / "docs" / "configuration.md": configuration_page(),
+        ROOT / "docs" / "errors.md": errors_page(),
+        ROOT / "docs" / "commands.md": commands_page(),
+        ROOT / "docs" / "metrics.md": metrics_page(),
         readme: fill(readme.read_text(), "limits", limits_table("| limit | default | bounds |")),
         chinese: fill(chinese.read_text(), "limits", limits_table("| 限制 | 默认值 | 约束对象 |")),
     }
