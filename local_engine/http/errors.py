@@ -33,9 +33,12 @@ def error_response(error: PrfaasError) -> web.Response:
     if status == 503 or error.retry_after_s is not None:
         wait_s = _DEFAULT_RETRY_S if error.retry_after_s is None else error.retry_after_s
         headers["Retry-After"] = str(max(1, math.ceil(wait_s)))
-    return web.Response(
+    response = web.Response(
         status=status, body=error_body(error), content_type="application/json", headers=headers
     )
+    if isinstance(error, BodyTooLarge):
+        response.force_close()  # the rest of the body is not worth reading
+    return response
 
 
 def request_id(request: web.Request) -> str:
@@ -62,7 +65,8 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except PrfaasError as error:
         return error_response(error)
     except web.HTTPRequestEntityTooLarge:
-        return too_large(request.client_max_size)
+        limit = request.client_max_size
+        return error_response(BodyTooLarge(f"the body is over the limit of {limit} bytes"))
     except web.HTTPMethodNotAllowed as error:
         response = error_response(NotFound(f"{request.method} is not allowed on {request.path}"))
         response.set_status(error.status)
@@ -75,10 +79,3 @@ async def errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except Exception:
         log.exception("request %s failed", request_id(request))
         return error_response(PrfaasError("internal error; the server's log has the details"))
-
-
-def too_large(limit_bytes: int) -> web.Response:
-    """413; the connection closes, since the rest of the body is not read."""
-    response = error_response(BodyTooLarge(f"the body is over the limit of {limit_bytes} bytes"))
-    response.force_close()
-    return response

@@ -40,8 +40,9 @@ async def test_a_body_over_the_limit_is_a_413_declared_or_not(serve) -> None:
 
     async with serve(max_body_bytes=1000) as server:
         for data in (b"x" * 2000, trickle()):
-            status, answer, _ = await server.post(CHAT, data=data)
+            status, answer, headers = await server.post(CHAT, data=data)
             assert (status, answer["error"]["type"]) == (413, "request_too_large")
+            assert headers["Connection"] == "close"
 
 
 @settings(max_examples=300, deadline=None)

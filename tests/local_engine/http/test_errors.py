@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -52,3 +53,26 @@ async def test_unknown_paths_and_methods_are_errors_in_openai_shape(server) -> N
     status, answer, headers = await server.get(CHAT)
     assert (status, answer["error"]["type"]) == (405, "not_found")
     assert headers["Allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"\x00\xff" * 50 + b"\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzzz\r\n",
+        b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000 + b"\r\n\r\n",
+    ],
+    ids=lambda noise: repr(noise[:30]),
+)
+async def test_noise_is_refused_and_the_server_goes_on(server, noise) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(noise)
+    status = await asyncio.wait_for(reader.read(100), 5)
+    assert status == b"" or status.split()[1] in {b"400", b"413", b"404", b"405"}
+    writer.close()
+    assert (await server.get("/health"))[0] == 200
