@@ -35,6 +35,9 @@ IDLE_CLIENT_S = 75.0
 """Keep-alive connections of clients are closed after so long without a request."""
 
 
+LINGER_S = 1.0
+"""How long the rest of a refused body is still read, so that the client sees the answer."""
+
 CUT_S = 0.5
 """What still runs after the drain, or without one, is cancelled after so long."""
 
@@ -102,6 +105,7 @@ class Gateway:
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=IDLE_CLIENT_S,
+            lingering_time=LINGER_S,
             shutdown_timeout=CUT_S,
         )
         tasks = [asyncio.create_task(client.run()) for client in self._watch_clients()]

@@ -101,7 +101,7 @@ def gateway_settings(
     """One engine, one peer; `fields` replace settings of the gateway."""
     return Settings(
         limits=Limits(**(limits or {})),
-        gateway={  # type: ignore[arg-type]
+        gateway={
             "port": 0,
             "model": MODEL,
             "engines": ({"name": ENGINE, "url": engine_url, "agent": d_watch},),

@@ -19,7 +19,7 @@ from prfaas.telemetry import EngineInfo, KvDelta, LinkInfo, WatchUpdate
 HEARTBEAT_S = 0.05
 
 
-class ScriptedAgent(prefill_pb2_grpc.TelemetryServicer):
+class ScriptedAgent(prefill_pb2_grpc.TelemetryServicer):  # type: ignore[misc]
     """Owns one gRPC server; use as `async with scripted_agent(...) as agent`.
 
     `change` and `push` reach every watcher at once; a new one gets the full state first.
