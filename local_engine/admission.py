@@ -21,7 +21,7 @@ class Admission:
         self._waiting: set[str] = set()
         self._refusal: str | None = None
 
-    def enter(self, request_id: str, retry_after_s: float, post: Callable[[], bool]) -> None:
+    def enter(self, request_id: str, retry_after_s: float, post: Callable[[], object]) -> None:
         """Admit a request and call `post`. Raises Overloaded, EngineUnavailable, InvalidRequest."""
         with self._lock:
             if self._refusal is not None:

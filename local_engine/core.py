@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 
 from local_engine.admission import Admission
 from local_engine.answer import Answer
@@ -188,6 +189,10 @@ class EngineCore:
         if self._exporter is not None:
             self._exporter.check()
 
+    def live(self) -> Iterator[Sequence]:
+        """Every sequence that is not done, for inspection."""
+        return self._scheduler.live()
+
     @property
     def idle(self) -> bool:
         """Nothing is live."""
@@ -328,7 +333,8 @@ class EngineCore:
         self._scheduler.enqueue(export)
 
     def _check_export(self, start: PrefillStart) -> None:
-        if "prefill" not in self._settings.roles:
+        # The numeric probe, which uses no cache, is every engine's to answer.
+        if start.use_cache and "prefill" not in self._settings.roles:
             raise ExportRefused("invalid_request: this engine has no prefill role")
         if (start.session, start.epoch) in self._exports:
             raise ExportRefused("invalid_request: the session exists already")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +19,9 @@ _OUTLIER = 0.5
 # Clipped measurements in a row after which they are believed: the machine has changed.
 _BELIEVE_AFTER = 4
 _STEP_WEIGHT = 0.1
+# Coefficients that may be other than zero. Where measurements do not tell two apart the first wins:
+# time goes to tokens rather than to chunks or context.
+_SUPPORTS = ((0, 1, 2), (0, 1), (1, 2), (1,), (0, 2), (0,), (2,))
 
 
 class PrefillFit:
@@ -47,7 +48,9 @@ class PrefillFit:
         return PrefillCurve(base, token, context, self._chunk_tokens)
 
     def observe(self, tokens: int, context: int, seconds: float) -> None:
-        """One measured chunk of `tokens` after `context`."""
+        """One measured chunk of `tokens` after `context`; no time at all says nothing."""
+        if seconds <= 0:
+            return
         features = _features(tokens, context)
         expected = float(features @ self._coefficients)
         if self._prior is not None and expected > 0:
@@ -115,18 +118,18 @@ def _anchors(chunk_tokens: int) -> list[tuple[int, int]]:
 
 
 def _nonnegative(gram: npt.NDArray[np.float64], moment: _Vector) -> _Vector:
-    """Least squares with coefficients of at least zero: the best of the eight supports."""
+    """Least squares with coefficients of at least zero: the best support."""
     best, best_cost = np.zeros(3), 0.0
     scale = np.sqrt(np.maximum(np.diag(gram), 1e-300))
-    for size in (3, 2, 1):
-        for support in combinations(range(3), size):
-            at = np.array(support)
-            scaled = gram[np.ix_(at, at)] / np.outer(scale[at], scale[at])
-            found = np.linalg.lstsq(scaled, moment[at] / scale[at], rcond=1e-10)[0] / scale[at]
-            if (found < 0).any():
-                continue
-            cost = float(found @ gram[np.ix_(at, at)] @ found - 2 * moment[at] @ found)
-            if cost < best_cost:
-                best, best_cost = np.zeros(3), cost
-                best[at] = found
+    tie = 1e-9 * float((moment / scale) @ (moment / scale))
+    for support in _SUPPORTS:
+        at = np.array(support)
+        scaled = gram[np.ix_(at, at)] / np.outer(scale[at], scale[at])
+        found = np.linalg.lstsq(scaled, moment[at] / scale[at], rcond=1e-10)[0] / scale[at]
+        if (found < 0).any():
+            continue
+        cost = float(found @ gram[np.ix_(at, at)] @ found - 2 * moment[at] @ found)
+        if cost < best_cost - tie:
+            best, best_cost = np.zeros(3), cost
+            best[at] = found
     return best
