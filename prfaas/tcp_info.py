@@ -1,0 +1,254 @@
+"""What the kernel knows about a TCP connection, also of one that gRPC opened (Linux only)."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+from urllib.parse import unquote
+
+_FDS = "/proc/self/fd"
+_MAX_INFO_BYTES = 1024
+_MAX_NAME_BYTES = 16  # TCP_CA_NAME_MAX
+_US = 1e-6
+
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Why something cannot be had on this platform or of this socket."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TcpInfo:
+    """One connection as this end of it sees it; None is what this kernel does not tell.
+
+    Counters run from the start of the connection. `rtt_s` is smoothed, `min_rtt_s` the least of
+    the last minutes: what lies between is queueing. `busy_s` is the time with something to send;
+    in `rwnd_limited_s` of it the receiver's window was shut, in `sndbuf_limited_s` this end's send
+    buffer was too small.
+    """
+
+    rtt_s: float | None
+    rtt_var_s: float | None
+    min_rtt_s: float | None
+    mss_bytes: int | None
+    cwnd_packets: int | None
+    unacked_packets: int | None
+    lost_packets: int | None
+    total_retrans_packets: int | None
+    delivered_packets: int | None
+    bytes_sent: int | None
+    bytes_acked: int | None
+    bytes_received: int | None
+    bytes_retrans: int | None
+    notsent_bytes: int | None
+    pacing_rate_bytes_per_s: int | None
+    delivery_rate_bytes_per_s: int | None
+    delivery_rate_app_limited: bool | None
+    busy_s: float | None
+    rwnd_limited_s: float | None
+    sndbuf_limited_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Congestion:
+    """The algorithm a socket really uses; `reason` says why it is not the one asked for."""
+
+    in_use: str
+    reason: str
+
+
+def read_tcp_info(sock: socket.socket) -> TcpInfo | Unavailable:
+    """TCP_INFO of a connected socket."""
+    if sys.platform != "linux":
+        return Unavailable(f"TCP_INFO is read on Linux only, not on {sys.platform}")
+    try:
+        data = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MAX_INFO_BYTES)
+    except OSError as exc:
+        return Unavailable(f"TCP_INFO: {exc.strerror}")
+    return parse_tcp_info(data)
+
+
+def parse_tcp_info(data: bytes) -> TcpInfo:
+    """struct tcp_info of linux/tcp.h, which only grows at its end: old kernels give less of it."""
+
+    def u32(offset: int) -> int | None:
+        return _unsigned(data, offset, 4)
+
+    def u64(offset: int) -> int | None:
+        return _unsigned(data, offset, 8)
+
+    return TcpInfo(
+        rtt_s=_seconds(u32(68) or None),
+        rtt_var_s=_seconds(u32(72)),
+        min_rtt_s=_seconds(u32(148)),
+        mss_bytes=u32(16),
+        cwnd_packets=u32(80),
+        unacked_packets=u32(24),
+        lost_packets=u32(32),
+        total_retrans_packets=u32(100),
+        delivered_packets=u32(192),
+        bytes_sent=u64(200),
+        bytes_acked=u64(120),
+        bytes_received=u64(128),
+        bytes_retrans=u64(208),
+        notsent_bytes=u32(144),
+        pacing_rate_bytes_per_s=u64(104),
+        delivery_rate_bytes_per_s=u64(160),
+        # Kernels that know the flag give more than 160 bytes; before, the bit was padding.
+        delivery_rate_app_limited=bool(data[7] & 1) if len(data) >= 168 else None,
+        busy_s=_seconds(u64(168)),
+        rwnd_limited_s=_seconds(u64(176)),
+        sndbuf_limited_s=_seconds(u64(184)),
+    )
+
+
+def set_congestion(sock: socket.socket, name: str) -> Congestion | Unavailable:
+    """Ask for a congestion control and read back which one is in use.
+
+    On a listening socket it holds for the connections it accepts from then on.
+    """
+    if sys.platform != "linux":
+        return Unavailable(f"congestion control is set on Linux only, not on {sys.platform}")
+    reason = ""
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
+    except OSError as exc:
+        if exc.errno == errno.ENOENT:
+            reason = f"the kernel has no {name}"
+        elif exc.errno == errno.EPERM:
+            reason = f"{name} is not in net.ipv4.tcp_allowed_congestion_control"
+        else:
+            reason = f"{name}: {exc.strerror}"
+    try:
+        raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _MAX_NAME_BYTES)
+    except OSError as exc:
+        return Unavailable(f"TCP_CONGESTION: {exc.strerror}")
+    in_use = raw.split(b"\0", 1)[0].decode("ascii", "replace")
+    return Congestion(in_use, "" if in_use == name else reason)
+
+
+def find_socket(peer: str, local_port: int | None = None) -> socket.socket | Unavailable:
+    """The one connection of this process that `find_sockets` finds; the caller closes it."""
+    found = find_sockets(peer, local_port)
+    if isinstance(found, Unavailable):
+        return found
+    if len(found) == 1:
+        return found[0]
+    for sock in found:
+        sock.close()
+    return Unavailable(f"{len(found)} sockets of this process are connected to {peer}")
+
+
+def find_sockets(peer: str, local_port: int | None = None) -> list[socket.socket] | Unavailable:
+    """Connections of this process to `peer`, duplicated; the caller closes each, and soon.
+
+    `peer` is in gRPC's form (`ipv4:10.0.0.1:443`, `ipv6:%5B::1%5D:443`): at a server what
+    `context.peer()` says, which is one connection; at a client the server's address, to which each
+    channel has one. A duplicate shares the connection with its owner: read it and set options, but
+    never its blocking mode, and never send, receive or shut down. While it is open so is the
+    connection, even if gRPC has closed its own.
+    """
+    wanted = parse_peer(peer)
+    if isinstance(wanted, Unavailable):
+        return wanted
+    return _matching(lambda sock: _connected(sock, wanted, local_port))
+
+
+def find_listeners(port: int) -> list[socket.socket] | Unavailable:
+    """Listening TCP sockets of this process on a port, duplicated; the caller closes each."""
+    return _matching(lambda sock: _listens(sock, port))
+
+
+def parse_peer(peer: str) -> Address | Unavailable:
+    """(address, port) of a gRPC peer string; an IPv4 address inside an IPv6 one is taken out."""
+    scheme, _, rest = unquote(peer).partition(":")
+    host, _, port = rest.rpartition(":")
+    try:
+        if scheme not in ("ipv4", "ipv6") or not 0 <= int(port) <= 65535:
+            raise ValueError
+        return _canonical(host.removeprefix("[").removesuffix("]")), int(port)
+    except ValueError:
+        return Unavailable(f"{peer!r} is not the address of a TCP connection")
+
+
+def _unsigned(data: bytes, offset: int, size: Literal[4, 8]) -> int | None:
+    """None beyond the end, and for all ones: the kernel's own "not known"."""
+    if len(data) < offset + size:
+        return None
+    value = int.from_bytes(data[offset : offset + size], sys.byteorder)
+    return None if value == (1 << 8 * size) - 1 else value
+
+
+def _seconds(value_us: int | None) -> float | None:
+    return None if value_us is None else value_us * _US
+
+
+def _matching(matches: Callable[[socket.socket], bool]) -> list[socket.socket] | Unavailable:
+    found = []
+    try:
+        for sock in _own_sockets():
+            if matches(sock):
+                found.append(sock)
+            else:
+                sock.close()
+    except OSError as exc:
+        for sock in found:
+            sock.close()
+        return Unavailable(f"{_FDS} cannot be read: {exc.strerror}")
+    return found
+
+
+def _own_sockets() -> Iterator[socket.socket]:
+    """Duplicates of all TCP sockets of this process, each once however many descriptors it has."""
+    seen = set()
+    for name in os.listdir(_FDS):
+        fd = -1
+        try:
+            inode = os.readlink(f"{_FDS}/{name}")
+            if not inode.startswith("socket:") or inode in seen:
+                continue
+            seen.add(inode)
+            fd = os.dup(int(name))
+            sock = socket.socket(fileno=fd)
+        except OSError:  # closed by its owner in the meantime
+            if fd >= 0:
+                os.close(fd)
+            continue
+        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
+            yield sock
+        else:
+            sock.close()
+
+
+def _connected(sock: socket.socket, peer: Address, local_port: int | None) -> bool:
+    try:
+        host, port = sock.getpeername()[:2]
+        return (_canonical(host), port) == peer and (
+            local_port is None or sock.getsockname()[1] == local_port
+        )
+    except OSError:
+        return False
+
+
+def _listens(sock: socket.socket, port: int) -> bool:
+    try:
+        listening = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(listening) and sock.getsockname()[1] == port
+    except OSError:
+        return False
+
+
+def _canonical(host: str) -> str:
+    address = ipaddress.ip_address(host.split("%", 1)[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)
