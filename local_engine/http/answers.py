@@ -43,9 +43,14 @@ class AnswerMessage(msgspec.Struct):
     refusal: None = None
 
 
+TokenIds = list[int] | msgspec.UnsetType
+"""Of the answer, where the client asked with `return_token_ids` as vLLM's clients do."""
+
+
 class ChatChoice(msgspec.Struct):
     message: AnswerMessage
     finish_reason: FinishReason
+    token_ids: TokenIds = msgspec.UNSET
     index: int = 0
     logprobs: None = None
 
@@ -53,6 +58,7 @@ class ChatChoice(msgspec.Struct):
 class TextChoice(msgspec.Struct):
     text: str
     finish_reason: FinishReason | None
+    token_ids: TokenIds = msgspec.UNSET
     index: int = 0
     logprobs: None = None
 
@@ -91,6 +97,8 @@ class Heading:
     system_fingerprint: str
     usage_at_end: bool = False
     """The client asked for a usage chunk; all others then have `usage: null`."""
+    token_ids: bool = False
+    """The client asked for the tokens of the answer."""
 
 
 class AnswerShape(ABC):
@@ -100,7 +108,7 @@ class AnswerShape(ABC):
         self._heading = heading
 
     @abstractmethod
-    def whole(self, text: str, reason: FinishReason, usage: Usage) -> bytes:
+    def whole(self, text: str, token_ids: list[int], reason: FinishReason, usage: Usage) -> bytes:
         """The body of an answer that is not streamed."""
 
     @abstractmethod
@@ -124,6 +132,9 @@ class AnswerShape(ABC):
         counts = self.usage(usage) if self._heading.usage_at_end else b""
         return self.last(reason) + counts + SSE_DONE
 
+    def _shown(self, token_ids: list[int]) -> TokenIds:
+        return token_ids if self._heading.token_ids else msgspec.UNSET
+
     def _answer(
         self, kind: str, choices: list[ChatChoice | TextChoice | DeltaChoice], usage: Usage | None
     ) -> bytes:
@@ -145,8 +156,9 @@ class ChatShape(AnswerShape):
     KIND = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def whole(self, text: str, reason: FinishReason, usage: Usage) -> bytes:
-        return self._answer(self.KIND, [ChatChoice(AnswerMessage(text), reason)], usage)
+    def whole(self, text: str, token_ids: list[int], reason: FinishReason, usage: Usage) -> bytes:
+        choice = ChatChoice(AnswerMessage(text), reason, self._shown(token_ids))
+        return self._answer(self.KIND, [choice], usage)
 
     def first(self, text: str) -> bytes:
         opening = self._delta(Delta(role="assistant", content=""), None)
@@ -170,8 +182,9 @@ class TextShape(AnswerShape):
 
     KIND = "text_completion"
 
-    def whole(self, text: str, reason: FinishReason, usage: Usage) -> bytes:
-        return self._answer(self.KIND, [TextChoice(text, reason)], usage)
+    def whole(self, text: str, token_ids: list[int], reason: FinishReason, usage: Usage) -> bytes:
+        choice = TextChoice(text, reason, self._shown(token_ids))
+        return self._answer(self.KIND, [choice], usage)
 
     def first(self, text: str) -> bytes:
         return self.more(text)

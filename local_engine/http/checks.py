@@ -46,6 +46,9 @@ def refuse_unsupported(request: ChatRequest | CompletionRequest) -> None:
         if value == default or value in _EMPTY or value in _NO_CHANGE.get(name, ()):
             continue
         raise InvalidRequest(f"{name} is not supported by this engine", param=name)
+    if request.return_token_ids and request.stream:
+        name = "return_token_ids"
+        raise InvalidRequest(f"{name} is not supported in a stream", param=name)
     options = request.stream_options
     if options is None:
         return

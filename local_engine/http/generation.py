@@ -170,13 +170,13 @@ class _Account:
     def add(self, piece: Piece) -> None:
         if piece.reason is not None:
             self.outcome = piece.reason.value
-        if not piece.new_tokens:
+        if not piece.token_ids:
             return
         now = time.monotonic()
         if self._last_token_s is None:
             self._metrics.observe_first_token(now - self._started_s)
         else:
-            self._metrics.observe_tokens(now - self._last_token_s, piece.new_tokens)
+            self._metrics.observe_tokens(now - self._last_token_s, len(piece.token_ids))
         self._last_token_s = now
 
     def close(self) -> None:

@@ -60,6 +60,7 @@ class Handlers:
             model=serving.model_name,
             system_fingerprint=serving.system_fingerprint,
             usage_at_end=options is not None and options.include_usage,
+            token_ids=bool(body.return_token_ids),
         )
         shape = shape_of(heading)
         async with generate(serving, job, deadline) as pieces:

@@ -26,11 +26,14 @@ async def respond_whole(
     shape: AnswerShape, pieces: AsyncIterator[Piece], prompt_tokens: int
 ) -> web.Response:
     """The answer in one body."""
-    text = []
+    text: list[str] = []
+    token_ids: list[int] = []
     async for piece in pieces:
         text.append(piece.text)
+        token_ids.extend(piece.token_ids)
         if piece.reason is not None:
-            body = shape.whole("".join(text), piece.reason, _usage(piece, prompt_tokens))
+            usage = _usage(piece, prompt_tokens)
+            body = shape.whole("".join(text), token_ids, piece.reason, usage)
             return web.Response(body=body, content_type="application/json")
     raise AssertionError("an answer ends with a reason or an error")
 

@@ -30,7 +30,8 @@ class Generation(msgspec.Struct, kw_only=True):
 
     ACTED_ON: ClassVar[frozenset[str]] = frozenset({
         "model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids",
-        "ignore_eos", "stream", "stream_options", "cache_salt", "kv_transfer_params",
+        "ignore_eos", "return_token_ids", "stream", "stream_options", "cache_salt",
+        "kv_transfer_params",
         # They say who asks, or choose among services this engine does not have.
         "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention",

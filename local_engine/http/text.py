@@ -14,13 +14,13 @@ _HALF_CHARACTER = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one event adds: text that is safe to send, and how many tokens it took.
+    """What one event adds: text that is safe to send, and the tokens it took.
 
     `completion_tokens` and `cached_tokens` are totals so far. Only the last piece has a `reason`.
     """
 
     text: str
-    new_tokens: int
+    token_ids: tuple[int, ...]
     completion_tokens: int
     cached_tokens: int
     reason: FinishReason | None = None
@@ -36,23 +36,23 @@ class AnswerText:
 
     def push(self, event: TokenEvent) -> Piece:
         """Take an event without an error. Tokens after a stop string are not counted."""
-        before = self._tokens
         # The token that ends an answer is counted and not shown.
         hidden = 1 if event.finish_reason is FinishReason.STOP else 0
         shown = len(event.token_ids) - hidden
-        text = ""
+        text, at = "", -1
         for at, token_id in enumerate(event.token_ids):
             self._tokens += 1
             if at < shown:
                 text += self._matcher.push(self._detokenizer.push(token_id))
                 if self._matcher.stopped:
                     break
+        taken = tuple(event.token_ids[: at + 1])
         reason = event.finish_reason
         if self._matcher.stopped:
             reason = FinishReason.STOP
         elif reason is not None:
             text, reason = self._finish(text, reason)
-        return Piece(text, self._tokens - before, self._tokens, event.cached_tokens, reason)
+        return Piece(text, taken, self._tokens, event.cached_tokens, reason)
 
     def _finish(self, text: str, reason: FinishReason) -> tuple[str, FinishReason]:
         # An answer cut inside a character ends before it.

@@ -66,3 +66,20 @@ async def test_without_include_usage_no_chunk_mentions_usage(server, says) -> No
     chunks = [json.loads(event) for event in events]
     assert all("usage" not in chunk for chunk in chunks)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "ok"
+
+
+async def test_token_ids_come_when_asked_for_and_not_otherwise(server, says) -> None:
+    for path, body in ((CHAT, HI), (TEXT, PROMPT)):
+        server.core.script = says("ok")
+        status, plain, _ = await server.post(path, body)
+        assert status == 200
+        assert "token_ids" not in plain["choices"][0]
+        server.core.script = says("ok")
+        _, answer, _ = await server.post(path, {**body, "return_token_ids": True})
+        assert bytes(answer["choices"][0]["token_ids"][:2]) == b"ok"
+        assert len(answer["choices"][0]["token_ids"]) == answer["usage"]["completion_tokens"]
+
+
+async def test_token_ids_of_a_stream_are_refused_by_name(server) -> None:
+    status, answer, _ = await server.post(TEXT, {**PROMPT, "return_token_ids": True, "stream": True})
+    assert (status, answer["error"]["param"]) == (400, "return_token_ids")

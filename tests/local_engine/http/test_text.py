@@ -58,7 +58,7 @@ def test_split_into_events_never_changes_text_count_or_reason(
     assert "".join(p.text for p in split) == "".join(p.text for p in whole)
     assert split[-1].reason == whole[-1].reason
     assert split[-1].completion_tokens == whole[-1].completion_tokens
-    assert sum(p.new_tokens for p in split) == split[-1].completion_tokens
+    assert sum(len(p.token_ids) for p in split) == split[-1].completion_tokens
     shown = "".join(p.text for p in split)
     assert text.startswith(shown)
     assert all(stop not in shown for stop in stops)
