@@ -81,5 +81,6 @@ async def test_token_ids_come_when_asked_for_and_not_otherwise(server, says) -> 
 
 
 async def test_token_ids_of_a_stream_are_refused_by_name(server) -> None:
-    status, answer, _ = await server.post(TEXT, {**PROMPT, "return_token_ids": True, "stream": True})
+    body = {**PROMPT, "return_token_ids": True, "stream": True}
+    status, answer, _ = await server.post(TEXT, body)
     assert (status, answer["error"]["param"]) == (400, "return_token_ids")
