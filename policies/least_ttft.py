@@ -17,15 +17,25 @@ from prfaas.snapshot import (
     Target,
 )
 
-IMPORT_WEIGHT = 0.2
-"""Weight of the newest import in the moving mean: about the last ten count."""
+IMPORT_DECAY = 0.8
+"""Weight of what was learnt before an import: about the last five count."""
+
+FREE_IMPORT_BYTES = 16 << 20
+"""Bytes taken to cost nothing beside those seen. A few kilobytes measure the latency of a step and
+not the rate of copying; without this one short prompt could make long ones look hopeless, which
+then would never be sent and never correct it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportCost:
-    """Seconds D takes to import one raw byte, learnt from outcomes; 0 until the first one."""
+    """What D took to import KV lately: decaying sums over outcomes."""
 
-    s_per_byte: float = 0.0
+    seconds: float = 0.0
+    raw_bytes: float = 0.0
+
+    @property
+    def s_per_byte(self) -> float:
+        return self.seconds / (self.raw_bytes + FREE_IMPORT_BYTES)
 
 
 class LeastTtft:
@@ -81,11 +91,11 @@ class LeastTtft:
         return tuple([place for ttft_s, place in ranked if ttft_s < local_s][:MAX_PLAN])
 
     def observe(self, state: ImportCost, outcome: Outcome) -> ImportCost:
-        """Learn what an import costs; a partial one counts only by the bytes that were imported."""
+        """Learn what an import costs."""
         import_s = outcome.phases.get("import", 0.0)
         if outcome.status != "staged" or outcome.raw_bytes <= 0 or import_s <= 0:
             return state
-        seen = import_s / outcome.raw_bytes
-        if state.s_per_byte <= 0:
-            return ImportCost(seen)
-        return ImportCost(state.s_per_byte + IMPORT_WEIGHT * (seen - state.s_per_byte))
+        return ImportCost(
+            IMPORT_DECAY * state.seconds + import_s,
+            IMPORT_DECAY * state.raw_bytes + outcome.raw_bytes,
+        )

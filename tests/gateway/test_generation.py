@@ -246,7 +246,7 @@ async def test_the_outcome_reaches_record_metrics_and_policy(cluster: Any) -> No
     assert await cluster.metric("prfaas_gateway_outcomes_total", status="staged") == 1
     _, _, response = await cluster.post(completion())
     later = await cluster.record(response.headers["x-request-id"])
-    assert later["policy_state"] == {"s_per_byte": 0.0005}
+    assert later["policy_state"] == {"seconds": 0.5, "raw_bytes": 1000.0}
 
 
 @pytest.mark.parametrize("status", ["local", "partial", "refused", "failed"])

@@ -217,16 +217,23 @@ class TestLeastTtft(PolicyContract):
 
     def test_what_d_needs_to_import_is_learnt_and_counts(self, policy: RoutingPolicy[Any]) -> None:
         state = policy.initial_state()
-        assert state == ImportCost(0.0)
-        slow = Outcome("t", "staged", raw_bytes=1000, phases={"import": 0.001})
+        assert state.s_per_byte == 0
+        slow = Outcome("t", "staged", raw_bytes=48 << 20, phases={"import": 32.0})
         state = policy.observe(state, slow)
-        assert state.s_per_byte == pytest.approx(1e-6)
+        assert state.s_per_byte == pytest.approx(32 / (64 << 20))
         decision = policy.decide(long_request(), busy_snapshot(), state)
         assert decision.reason is Reason.LOCAL_FASTER
         fast = Outcome("t", "staged", raw_bytes=10**9, phases={"import": 0.1})
         for _ in range(30):
             state = policy.observe(state, fast)
-        assert state.s_per_byte < 2e-9
+        assert 0.9e-10 < state.s_per_byte < 1.1e-10
+        assert policy.decide(long_request(), busy_snapshot(), state).target is Target.REMOTE
+
+    def test_a_tiny_import_says_little_of_a_large_one(self, policy: RoutingPolicy[Any]) -> None:
+        tiny = Outcome("t", "staged", raw_bytes=1000, phases={"import": 0.007})
+        state = policy.initial_state()
+        for _ in range(100):
+            state = policy.observe(state, tiny)
         assert policy.decide(long_request(), busy_snapshot(), state).target is Target.REMOTE
 
     @pytest.mark.parametrize(
@@ -240,7 +247,7 @@ class TestLeastTtft(PolicyContract):
     def test_outcomes_without_an_import_teach_nothing(
         self, policy: RoutingPolicy[Any], outcome: Outcome
     ) -> None:
-        assert policy.observe(ImportCost(1e-9), outcome) == ImportCost(1e-9)
+        assert policy.observe(ImportCost(1.0, 2.0), outcome) == ImportCost(1.0, 2.0)
 
     def test_deciding_takes_microseconds(self, policy: RoutingPolicy[Any]) -> None:
         """The goal is 10 us on a free core (bench/decide.py); ten times that on a shared one."""
