@@ -155,6 +155,29 @@ def certs(out: Path, names: tuple[str, ...], days: int, rotate: tuple[str, ...])
     click.echo(describe(out, make_certs(out, names, days=days, rotate=rotate)))
 
 
+@cli.command("check-host")
+@click.option("--rate", default="10G", show_default=True, help="Link in bits per second.")
+@click.option(
+    "--rtt",
+    type=click.FloatRange(0, min_open=True),
+    default=80,
+    show_default=True,
+    help="Milliseconds.",
+)
+@click.option(
+    "--connections", type=click.IntRange(1), default=4, show_default=True, help="Data channels."
+)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
+def check_host(rate: str, rtt: float, connections: int, as_json: bool) -> None:
+    """Name each setting of this host that is weak for KV over a WAN; status 1 if there is one."""
+    from prfaas import hostcheck
+
+    link = hostcheck.Link(hostcheck.parse_rate(rate), rtt / 1e3, connections)
+    report = hostcheck.Report(link, hostcheck.assess(hostcheck.read_host(), link))
+    click.echo(json.dumps(report.to_json(), indent=2) if as_json else report.to_text())
+    sys.exit(1 if report.weak else 0)
+
+
 @cli.group("config")
 def config_group() -> None:
     """Check configuration files."""

@@ -11,8 +11,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from click.testing import CliRunner
 
-from prfaas.cli import _ready, _settings
+from prfaas.cli import _ready, _settings, cli
 from prfaas.errors import ConfigError
 
 
@@ -93,3 +94,36 @@ def test_ready_tells_the_port_once_and_closes() -> None:
     _ready(writer)(8123)
     with os.fdopen(reader) as pipe:
         assert pipe.read() == "8123\n"
+
+
+def test_certs_makes_pairs_and_says_what_they_are_for(tmp_path: Path) -> None:
+    out = ["certs", "--out", str(tmp_path / "c")]
+    done = CliRunner().invoke(cli, [*out, "--name", "p", "--name", "d", "--days", "2"])
+    assert done.exit_code == 0, done.output
+    assert "for tests and pilots only" in done.output
+    before = (tmp_path / "c" / "p" / "cert.pem").read_bytes()
+    assert CliRunner().invoke(cli, [*out, "--rotate", "p"]).exit_code == 0
+    assert (tmp_path / "c" / "p" / "cert.pem").read_bytes() != before
+    done = CliRunner().invoke(cli, [*out, "--name", "../p"])
+    assert isinstance(done.exception, ConfigError)
+
+
+def test_check_host_exits_with_1_exactly_when_a_setting_is_weak() -> None:
+    def check(*options: str) -> tuple[int, dict[str, str], int]:
+        done = CliRunner().invoke(cli, ["check-host", "--json", *options])
+        report = json.loads(done.output)
+        levels = {each["setting"]: each["level"] for each in report["findings"]}
+        return done.exit_code, levels, report["weak"]
+
+    # No host has buffers for 100 Tbit/s, and none lacks them for 1 kbit/s; other settings vary.
+    status, levels, _ = check("--rate", "100T", "--rtt", "80", "--connections", "1")
+    assert status == 1
+    assert levels["net.ipv4.tcp_wmem"] == "weak"
+    status, levels, weak = check("--rate", "1k", "--rtt", "1")
+    assert levels["net.ipv4.tcp_wmem"] == "good"
+    assert status == (1 if weak else 0)
+    text = CliRunner().invoke(cli, ["check-host", "--rate", "1k", "--rtt", "1"])
+    assert f"{weak} weak setting" in text.output
+    assert isinstance(
+        CliRunner().invoke(cli, ["check-host", "--rate", "fast"]).exception, ConfigError
+    )
