@@ -41,6 +41,7 @@ class ManagedProcess:
         self.spec = spec
         self._process: asyncio.subprocess.Process | None = None
         self._ready: asyncio.StreamReader | None = None
+        self._was_ready = False
         self._ready_transport: asyncio.ReadTransport | None = None
 
     def __repr__(self) -> str:
@@ -87,6 +88,7 @@ class ManagedProcess:
         if not line:
             await self.wait()
             raise self.ended_error()
+        self._was_ready = True
         return int(line)
 
     async def wait(self) -> int:
@@ -95,14 +97,18 @@ class ManagedProcess:
         return await self._process.wait()
 
     async def stop(self, grace_s: float) -> int | None:
-        """End it: SIGTERM, then SIGKILL after `grace_s`. Its exit status; None if never started."""
+        """End it: SIGTERM, then SIGKILL after `grace_s`. Its exit status; None if never started.
+
+        Until it is ready the signal itself may end it, which is a clean end too: 0.
+        """
         if self._ready_transport is not None:
             self._ready_transport.close()
         if self._process is None:
             return None
         try:
             self._signal(signal.SIGTERM)
-            return await asyncio.wait_for(self.wait(), grace_s)
+            status = await asyncio.wait_for(self.wait(), grace_s)
+            return 0 if status == -signal.SIGTERM and not self._was_ready else status
         except TimeoutError:
             return await self.kill()
         except asyncio.CancelledError:

@@ -93,6 +93,12 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_the_grace(tmp_path
     assert await supervisor.stop_all() == {"a": -signal.SIGKILL}
 
 
+async def test_a_process_stopped_before_it_is_ready_ended_cleanly(tmp_path: Path) -> None:
+    process = ManagedProcess(spec(tmp_path, "a", "import time; time.sleep(60)"))
+    await process.start()
+    assert await process.stop(10) == 0
+
+
 async def test_a_second_signal_forces(tmp_path: Path) -> None:
     supervisor = Supervisor(stop_grace_s=60)
     specs = [spec(tmp_path, name, _SERVES, "stubborn") for name in "ab"]

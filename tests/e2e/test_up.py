@@ -1,0 +1,157 @@
+"""`prfaas up`: the demonstration succeeds on the real model, and nothing outlives it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from prfaas.up.stack import free_ports
+
+_UP = (sys.executable, "-m", "prfaas", "up")
+
+
+@contextmanager
+def running_up(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """A started `prfaas up` with its temporary directories below `tmp_path`."""
+    process = subprocess.Popen(
+        [*_UP, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1", "COLUMNS": "120"},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def started(process: subprocess.Popen[str]) -> dict[str, int]:
+    """Process ids by name, once all five run."""
+    assert process.stdout is not None
+    seen = []
+    for line in process.stdout:
+        seen.append(line)
+        if line.startswith("running: "):
+            return {name: int(pid) for name, pid in re.findall(r"([a-z-]+) (\d+)", line[9:])}
+    raise AssertionError("".join(seen))
+
+
+def assert_gone(pids: dict[str, int]) -> None:
+    deadline = time.monotonic() + 10
+    while alive := [name for name, pid in pids.items() if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, f"still running: {alive}"
+        time.sleep(0.05)
+
+
+@pytest.mark.real_model
+@pytest.mark.timeout(300)
+def test_once_shows_both_paths_and_a_burst_on_the_real_model(
+    demo_model_path: Path, tmp_path: Path
+) -> None:
+    del demo_model_path  # fetched before the clock starts
+    started_at = time.monotonic()
+    with running_up(tmp_path, "--once") as process:
+        text, _ = process.communicate(timeout=280)
+    assert process.returncode == 0, text
+    assert time.monotonic() - started_at < 240
+    short, long_ = text.index("A short prompt"), text.index("A long prompt")
+    assert "reason: too_short" in text[short:long_]
+    assert "remote (reason: remote_faster)" in text[long_:]
+    for part in ("estimated TTFT, local", "estimated TTFT, p/p-0", "MB on the wire", "identity"):
+        assert part in text[long_:], text
+    assert re.search(r"hidden behind prefill\s*│\s*\d+% of the transfer", text), text
+    assert "ITL of the running chats, P99" in text
+    assert re.search(r"long prompts prefilled at P\s*│\s*0 of 4\s*│\s*[1-4] of 4", text), text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_ctrl_c_stops_everything_in_order(tiny_model_dir: Path, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    options = ("--model", str(tiny_model_dir), "--no-pin", "--port", str(port))
+    with running_up(tmp_path, *options) as process:
+        pids = started(process)
+        assert set(pids) == {"p-engine", "p-agent", "d-agent", "d-engine", "gateway"}
+        process.send_signal(signal.SIGINT)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, text
+    assert text.rstrip().endswith("stopping"), text
+    assert_gone(pids)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_dies_ends_it_all_and_is_named(tiny_model_dir: Path, tmp_path: Path) -> None:
+    options = ("--model", str(tiny_model_dir), "--no-pin", "--port", "0")
+    with running_up(tmp_path, *options) as process:
+        pids = started(process)
+        os.kill(pids["d-agent"], signal.SIGKILL)
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, text
+    assert "d-agent ended with status -9; the end of its log:" in text
+    assert_gone(pids)
+    (kept,) = tmp_path.iterdir()
+    assert f"logs and configuration are kept in {kept}" in text
+    assert (kept / "d-agent.log").exists()
+    assert kept.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.timeout(120)
+def test_killing_it_leaves_no_orphan(tiny_model_dir: Path, tmp_path: Path) -> None:
+    options = ("--model", str(tiny_model_dir), "--no-pin", "--port", "0")
+    with running_up(tmp_path, *options) as process:
+        pids = started(process)
+        process.kill()
+        process.wait()
+        assert_gone(pids)
+
+
+def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*_UP, "--model", str(tmp_path / "absent")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"prfaas: --model: {tmp_path / 'absent'} does not exist\n"
+
+
+def test_a_model_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    broken.mkdir()
+    (broken / "config.json").write_text("{}")
+    logs = Path(tempfile.mkdtemp(dir=tmp_path))
+    with running_up(logs, "--model", str(broken), "--once") as process:
+        text, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "engine ended with status" in text
+
+
+def test_a_port_in_use_is_named(tmp_path: Path, tiny_model_dir: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = subprocess.run(
+            [*_UP, "--model", str(tiny_model_dir), "--port", str(port)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"prfaas: --port: {port} cannot be used")
