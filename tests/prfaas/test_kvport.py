@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import stat
+import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -279,3 +284,54 @@ async def test_a_live_socket_is_not_stolen_and_a_stale_one_is_replaced(tmp_path:
     again = Agent(path)
     await again.server.start()
     await again.server.close()
+
+
+async def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
+    agent = Agent(tmp_path / "s")
+    await agent.server.start()
+    try:
+        assert stat.S_IMODE((tmp_path / "s").stat().st_mode) == 0o600
+    finally:
+        await agent.server.close()
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that everybody may enter, as pytest's own are not."""
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can try it as another user")
+async def test_another_user_is_refused_even_where_the_socket_lets_him_in(
+    open_directory: Path,
+) -> None:
+    script = (
+        "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX);"
+        "s.settimeout(5); s.connect(sys.argv[1]); sys.stdout.buffer.write(s.recv(4096))"
+    )
+
+    async def as_nobody(path: Path) -> tuple[bytes, bytes]:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-ISc",
+            script,
+            str(path),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        return await asyncio.wait_for(process.communicate(), 10)
+
+    path = open_directory / "s"
+    agent = Agent(path)
+    await agent.server.start()
+    try:
+        _, errors = await as_nobody(path)
+        assert b"PermissionError" in errors
+        os.chmod(path, 0o666)
+        answer, _ = await as_nobody(path)
+        assert b"user 65534 may not connect to this agent" in answer
+    finally:
+        await agent.server.close()
+    assert agent.conns.empty()
