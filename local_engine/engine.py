@@ -262,7 +262,8 @@ class Engine:
         try:
             while not self._stopping:
                 self._wake.clear()
-                self._run_commands()
+                if self._run_commands():
+                    self._publish()  # A long step must not hide what came before it.
                 worked = self._core.step()
                 self._publish()
                 if not worked and not self._commands:
@@ -278,19 +279,23 @@ class Engine:
         assert self._feed is not None
         self._feed.synchronise(self._core.cached_names())
 
-    def _run_commands(self) -> None:
+    def _run_commands(self) -> bool:
+        """Whether there were any."""
+        any_ran = bool(self._commands)
         while self._commands:
             self._commands.popleft()()
+        return any_ran
 
     def _publish(self) -> None:
-        streams, self._core.touched = self._core.touched, []
-        wake_all(streams)
         stats = self._core.stats()
         if self._integrity_failures:
             stats = replace(stats, integrity_failures=self._integrity_failures)
         self._stats = stats
         if self._feed is not None:
             self._feed.publish(stats)
+        # Last, so that whoever is woken finds the stats up to date.
+        streams, self._core.touched = self._core.touched, []
+        wake_all(streams)
 
     def _rest(self) -> None:
         """Nothing to do until something comes."""

@@ -132,4 +132,6 @@ def _nonnegative(gram: npt.NDArray[np.float64], moment: _Vector) -> _Vector:
         if cost < best_cost - tie:
             best, best_cost = np.zeros(3), cost
             best[at] = found
+            if len(support) == 3:
+                break  # The unconstrained optimum is one; nothing beats it.
     return best

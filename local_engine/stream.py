@@ -55,11 +55,11 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> TokenEvent:
-        while not self._events:
-            if self._ended:
-                raise StopAsyncIteration
+        while not self._events and not self._ended:
             self._ready.clear()
             await self._ready.wait()
+        if self._ended:
+            raise StopAsyncIteration
         event = self._events.popleft()
         self.read_at = self._clock.now()
         if self._full and len(self._events) <= self._limit // 2:
