@@ -92,13 +92,14 @@ class ClusterView:
         if update.full:
             feed.links = {}
             feed.engine = UNCONNECTED
+        before = feed.engine
         for info in update.engines:
             feed.engine = info
         for link in update.links:
             feed.links[(link.peer, link.instance)] = link
         self.index.update(place, update)
         is_d = place == self._engine.name
-        if is_d and update.engines:
+        if is_d and _load_changed(before, feed.engine):
             self.sent.load_reported(place, now)
         for transfer_id in update.started:
             (self.sent.shown_by_d if is_d else self.sent.shown_by_p)(transfer_id)
@@ -225,6 +226,17 @@ def place_of(peer: PeerEndpoint) -> str:
 def curve_of(info: EngineInfo) -> PrefillCurve:
     """The engine's curve; a chunk size of 0, which a broken agent may send, is no curve."""
     return info.curve if info.curve.chunk_tokens > 0 else UNKNOWN_CURVE
+
+
+def _load_changed(before: EngineInfo, after: EngineInfo) -> bool:
+    """Whether the engine itself has reported since: other fields also change by its agent's doing,
+    and an engine deep in a step repeats what it said before."""
+    return (
+        before.queue_tokens != after.queue_tokens
+        or before.waiting != after.waiting
+        or before.running != after.running
+        or before.context_tokens != after.context_tokens
+    )
 
 
 def _has_role(info: EngineInfo, role: str) -> bool:

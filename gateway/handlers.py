@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import secrets
 import time
@@ -266,7 +267,7 @@ def _error(
     response.headers.update(headers or {})
     response.headers[REQUEST_ID_HEADER] = request_id
     if error.retry_after_s is not None:
-        response.headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     return response
 
 

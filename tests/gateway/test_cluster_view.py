@@ -186,7 +186,9 @@ def test_what_was_sent_counts_until_the_feeds_show_it(
     clock.advance(0.3)
     view.update(ENGINE, WatchUpdate(2, False))
     assert snap(view).local.load.sent_tokens == 300  # an empty event says nothing of the load
-    view.update(ENGINE, WatchUpdate(3, False, engines=(d_engine(),)))
+    view.update(ENGINE, WatchUpdate(3, False, engines=(d_engine(free_staging_bytes=1 << 30),)))
+    assert snap(view).local.load.sent_tokens == 300  # neither does the agent's own part
+    view.update(ENGINE, WatchUpdate(4, False, engines=(d_engine(queue_tokens=2300),)))
     snapshot = snap(view)
     assert snapshot.local.load.sent_tokens == 0
     assert snapshot.remotes[0].load.sent_tokens == 0
