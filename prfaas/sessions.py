@@ -281,12 +281,13 @@ class ReceiveSession:
             raise
 
     def decoded(self, arrival: Arrival, digest: bytes) -> bool:
-        """An arrival's bytes are in place; False where the session ended meanwhile.
+        """An arrival's bytes are in place; False where the session was cancelled meanwhile.
 
-        Raises CorruptKv when it was the last one and the seal does not agree.
+        After a failure they still count: whole chunks are kept. Raises CorruptKv when it was the
+        last one and the seal does not agree.
         """
         self._pending -= 1
-        if self.ended:
+        if self.state is ReceiveState.CANCELLED:
             self.late += 1
             return False
         self.ledger.commit(arrival.piece, digest, arrival.raw_bytes)

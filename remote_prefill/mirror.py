@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from prfaas.hashing import HASH_BYTES, BlockHash
 from prfaas.kvport import EngineConn
@@ -16,17 +16,27 @@ log = logging.getLogger(__name__)
 
 
 class EngineMirror:
-    """The engine named `name` as the feed shows it; one connection at a time."""
+    """The engine named `name` as the feed shows it; one connection at a time.
 
-    def __init__(self, name: str, feed: WatchFeed) -> None:
+    What is free is asked for whenever the state is published, with every Stats at least.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        feed: WatchFeed,
+        *,
+        free_staging: Callable[[], int] = lambda: 0,
+        free_retention: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._name = name
         self._feed = feed
         self._conn: EngineConn | None = None
         self._stats: Stats | None = None
         self._seq = 0
         self._draining = False
-        self.free_staging_bytes = 0
-        self.free_retention_bytes = 0
+        self._free_staging = free_staging
+        self._free_retention = free_retention
         self.publish()
 
     def connected(self, conn: EngineConn) -> None:
@@ -90,8 +100,8 @@ class EngineMirror:
                 token_bytes=conn.layout.token_bytes,
                 epoch=hello.epoch,
                 paced=hello.paced,
-                free_staging_bytes=self.free_staging_bytes,
-                free_retention_bytes=self.free_retention_bytes,
+                free_staging_bytes=self._free_staging(),
+                free_retention_bytes=self._free_retention(),
                 roles=tuple(hello.roles),
             )
         )

@@ -50,6 +50,8 @@ class Outbox:
         self._changed = asyncio.Event()
         self._ended = False
         self._error: PrfaasError | None = None
+        self._failed = False
+        """The last message after an error was taken."""
         self._messages = 0
 
     def put(self, piece: asyncio.Future[Encoded]) -> None:
@@ -64,7 +66,10 @@ class Outbox:
         self._changed.set()
 
     def fail(self, error: PrfaasError) -> None:
-        """Stop at once: `take` raises `error`, whatever is still queued."""
+        """Stop: `take` gives one more message of what is encoded already, then raises `error`.
+
+        So the other side learns of it soon, and keeps the chunks that were on their way.
+        """
         self._error = error
         self._changed.set()
 
@@ -73,9 +78,11 @@ class Outbox:
         app_limited = False
         while True:
             self._changed.clear()
-            if self._error is not None:
+            ready = bool(self._queue) and self._queue[0].done()
+            if self._error is not None and (self._failed or not ready):
                 raise self._error
-            if self._queue and self._queue[0].done():
+            if ready:
+                self._failed = self._error is not None
                 return Batch(tuple(self._pop_ready()), app_limited)
             if self._ended and not self._queue:
                 return None

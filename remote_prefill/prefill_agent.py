@@ -93,7 +93,9 @@ class PrefillAgent:
         self.sessions: dict[int, ServedSession] = {}
         self.retention = RetentionPool(settings.retention_bytes, limits.prefill_queue_sessions)
         self._executor = ThreadPoolExecutor(settings.codec_threads, "codec")
-        self._mirror = EngineMirror(settings.instance, self.feed)
+        self._mirror = EngineMirror(
+            settings.instance, self.feed, free_retention=lambda: self.retention.free_bytes
+        )
         self._conn: EngineConn | None = None
         self._hub: ExportHub | None = None
         self._idle = asyncio.Event()
@@ -274,7 +276,6 @@ class PrefillAgent:
             self._idle.clear()
         else:
             self._idle.set()
-        self._mirror.free_retention_bytes = self.retention.free_bytes
         self._mirror.publish()
 
 

@@ -23,6 +23,8 @@ from remote_prefill.transport import SERVICE
 log = logging.getLogger(__name__)
 
 PING_CHUNK_BYTES = 64 << 10
+PING_PARTS = 16
+"""A burst comes in at least so many replies, so that its pace can be measured."""
 MAX_PROBE_BYTES = 8 << 20
 OPEN_TIMEOUT_S = 5.0
 """A stream that does not open a session within this is closed."""
@@ -80,9 +82,10 @@ class PrefillService:
 
     async def ping(self, request: pb.PingRequest, context: Context) -> AsyncIterator[pb.PingReply]:
         left = min(request.probe_bytes, MAX_PROBE_BYTES)
+        part = min(max(left // PING_PARTS, 1), PING_CHUNK_BYTES)
         while left > 0:
-            yield pb.PingReply(padding=self._padding[: min(left, PING_CHUNK_BYTES)])
-            left -= PING_CHUNK_BYTES
+            yield pb.PingReply(padding=self._padding[: min(left, part)])
+            left -= part
         engine = self._agent.engine
         yield pb.PingReply(
             last=True,
@@ -107,6 +110,8 @@ class PrefillService:
         try:
             reason = await self._serve(served, context)
         finally:
+            if served.machine.state is SendState.SEALED:
+                reason = ""  # a stream that the receiver closes once it has the seal
             self._agent.end(served, reason)
             log.info("session ended %r reason=%s", served.machine, reason or "none")
 

@@ -131,6 +131,7 @@ class ScriptedEngine:
         self._port = EnginePort(str(path), self.hello, self, reconnect_s=0.02)
         self._sessions = itertools.count(1)
         self._fetches: dict[str, asyncio.Future[FetchDone]] = {}
+        self._have: dict[str, int] = {}
         self._loop = asyncio.get_running_loop()
         self._connected = asyncio.Event()
         self._todo: deque[tuple[PrefillStart, npt.NDArray[np.int32]]] = deque()
@@ -192,6 +193,7 @@ class ScriptedEngine:
         session = f"f{next(self._sessions)}"
         answer = self._loop.create_future()
         self._fetches[session] = answer
+        self._have[session] = have
         want = len(prompt) - 1
         self.send(Fetch(session, params, have, want, want - have), prompt.astype("<i4").tobytes())
         return session, answer
@@ -209,7 +211,8 @@ class ScriptedEngine:
 
     def release(self, done: FetchDone, *, result: str = "imported", digest: str = "") -> None:
         """Done with the staging of an answer."""
-        self.send(Release(done.session, result, done.token_end, digest))
+        count = done.token_end - self._have[done.session] if result == "imported" else 0
+        self.send(Release(done.session, result, count, digest))
 
     def staged_bytes(self, done: FetchDone, have: int) -> Bytes:
         """The raw staging extent of an answer; a copy."""

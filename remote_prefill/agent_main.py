@@ -1,0 +1,81 @@
+"""The process `prfaas agent`: D's agent with its port, Watch, health and metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import grpc.aio
+
+from prfaas.kvport import PortServer
+from prfaas.settings import Settings
+from remote_prefill.decode_agent import DecodeAgent
+from remote_prefill.lifecycle import stop_signals
+from remote_prefill.metrics import metrics_server
+from remote_prefill.standard_services import HealthReporter, add_reflection
+from remote_prefill.telemetry_service import TELEMETRY, TelemetryService
+from remote_prefill.transport import bind, require_loopback, server_options
+
+log = logging.getLogger(__name__)
+
+MAX_RPCS = 256
+"""Watchers and health checks at once."""
+
+
+class AgentServer:
+    """D's agent and its two servers, KvPort and gRPC. `stop` closes all of them."""
+
+    def __init__(self, settings: Settings) -> None:
+        mine, limits = settings.agent, settings.limits
+        require_loopback(mine.host, "agent.host")
+        self._settings = mine
+        self.agent = agent = DecodeAgent(settings)
+        self._port_server = PortServer(
+            mine.socket,
+            agent_name=mine.name,
+            ring_bytes=mine.ring_bytes,
+            staging_bytes=mine.staging_bytes,
+            verify_import=mine.verify_import,
+            max_queue=limits.port_send_queue,
+            on_engine=agent.on_engine,
+        )
+        self._server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_RPCS)
+        self._server.add_generic_rpc_handlers((TelemetryService(agent.feed).handler(),))
+        self._health = HealthReporter(self._server, TELEMETRY, lambda: agent.serving)
+        add_reflection(self._server, TELEMETRY)
+
+    async def start(self) -> int:
+        """Listen; the gRPC port. Raises ConfigError where an address is taken."""
+        port = bind(self._server, self._settings.host, self._settings.port)
+        await self._port_server.start()
+        await self._server.start()
+        await self._health.start()
+        log.info("agent listens on %s:%d", self._settings.host, port)
+        return port
+
+    async def stop(self) -> None:
+        """Cut the engine, which aborts its fetches, then everything else."""
+        await self._port_server.close()
+        await self._health.stop()
+        await self._server.stop(grace=0)
+        await self.agent.close()
+
+
+async def serve(settings: Settings, ready: Callable[[int], None] | None = None) -> None:
+    """Run until a signal, then drain. `ready` gets the port once it serves. Raises ConfigError."""
+    server = AgentServer(settings)
+    agent, mine = server.agent, settings.agent
+    with (
+        stop_signals() as signals,
+        metrics_server(mine.host, mine.metrics_port, agent.metrics.registry),
+    ):
+        try:
+            port = await server.start()
+            if ready is not None:
+                ready(port)
+            await signals.drain.wait()
+            agent.drain()
+            log.info("draining %r", agent)
+            await signals.drained(agent.wait_idle(), settings.limits.drain_timeout_s)
+        finally:
+            await server.stop()

@@ -1,0 +1,359 @@
+"""One fetch at D: staging, the instances of the plan in order, the answer, the outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from prfaas.clock import Clock, Deadline
+from prfaas.errors import InvalidRequest, PrefillTimeout, PrfaasError
+from prfaas.kvport import EngineConn, PortClosed
+from prfaas.limits import Limits
+from prfaas.placement import StagingMap
+from prfaas.session_messages import SessionOpen
+from prfaas.snapshot import Outcome
+from prfaas.transfer import TransferParams
+from prfaas_connect.port.messages import Fetch, FetchDone, Release
+from remote_prefill.metrics import AgentMetrics
+from remote_prefill.peer_link import PeerLink, new_session_id
+from remote_prefill.receiver import Receiver
+from remote_prefill.staging import StagingExtent, StagingPool
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1.0
+DIGEST_BYTES = 16
+
+
+class FetchState(enum.StrEnum):
+    """Where a fetch stands."""
+
+    WAITING = "waiting"
+    """For staging."""
+    RECEIVING = "receiving"
+    STAGED = "staged"
+    """The engine owns the extent until it sends Release."""
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class FetchContext:
+    """What all fetches of one engine connection share."""
+
+    conn: EngineConn
+    staging: StagingPool
+    limits: Limits
+    metrics: AgentMetrics
+    clock: Clock
+    hold_until_sealed: bool
+    codecs: tuple[str, ...]
+    changed: Callable[[], None]
+    """Called when staging was taken."""
+    ended: Callable[[FetchJob, Outcome], None]
+    """Called once for each fetch, with its outcome."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What the tries of a fetch came to, for its outcome."""
+
+    tried: list[str] = field(default_factory=list)
+    peer: str = ""
+    instance: str = ""
+    remote_cached_tokens: int = 0
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+    hidden_wire_bytes: int = 0
+    phases: dict[str, float] = field(default_factory=dict)
+
+    def add(self, link: PeerLink, receiver: Receiver) -> None:
+        """One try that opened a session; phases add up over tries."""
+        machine, times = receiver.machine, receiver.times
+        self.peer, self.instance = link.peer, link.instance
+        self.raw_bytes += machine.ledger.raw_bytes
+        self.wire_bytes += machine.wire_bytes
+        self.hidden_wire_bytes += receiver.hidden_wire_bytes
+        end = times.ended_s
+        queue_s = 0.0
+        self._phase("connect", times.opened_s, times.accepted_s or end)
+        if times.accepted_s:
+            queue_s = (times.started_s or end) - times.accepted_s
+        if times.started_s:
+            self._phase("first_frame", times.started_s, times.first_frame_s or end)
+        if times.first_frame_s:
+            self._phase("transfer", times.first_frame_s, end)
+        if machine.seal is not None:
+            report = machine.seal.report
+            self.remote_cached_tokens = report.cached_tokens
+            queue_s += report.queue_s
+            self.add_phase("remote_compute", report.compute_s)
+        self.add_phase("queue", queue_s)
+
+    def add_phase(self, name: str, seconds: float) -> None:
+        self.phases[name] = self.phases.get(name, 0.0) + max(0.0, seconds)
+
+    def _phase(self, name: str, start_s: float, end_s: float) -> None:
+        self.add_phase(name, end_s - start_s)
+
+
+class FetchJob:
+    """One fetch from its admission to its outcome; owns its staging extent.
+
+    `run` answers the engine; afterwards `release` or `abort` ends it. `abort` may come any time.
+    """
+
+    def __init__(
+        self,
+        fetch: Fetch,
+        tokens: bytes,
+        params: TransferParams,
+        links: list[PeerLink],
+        context: FetchContext,
+    ) -> None:
+        self.fetch = fetch
+        self.params = params
+        self.state = FetchState.WAITING
+        self._tokens = tokens[: 4 * fetch.want]
+        self._links = links
+        self._context = context
+        self._tally = Tally()
+        self._started_s = context.clock.now()
+        self._staged_s = 0.0
+        self._watermark = fetch.have
+        self._imported_tokens = 0
+        self._extent: StagingExtent | None = None
+        self._map: StagingMap | None = None
+        self._session = new_session_id()
+        self._status = ""
+        self._reason = ""
+        self._task: asyncio.Task[None] | None = None
+        self._overdue: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Fetch {self.params.transfer_id} {self.state.name} "
+            f"[{self.fetch.have},{self.fetch.want}) whole to {self._watermark}>"
+        )
+
+    def start(self) -> None:
+        """Run as a task of its own."""
+        self._task = asyncio.create_task(self._run(), name=f"fetch {self.params.transfer_id}")
+
+    async def abort(self, status: str, reason: str) -> None:
+        """End now, with this outcome: no answer follows, staging is free when this returns."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._end(status, reason)
+
+    async def release(self, message: Release) -> None:
+        """The engine is done with the extent."""
+        if self.state is not FetchState.STAGED:
+            log.warning("release of %r, which is not staged", self)
+            return
+        self._tally.add_phase("import", self._context.clock.now() - self._staged_s)
+        result = message.result
+        if result == "imported" and message.digest and not await self._digest_agrees(message):
+            result = "digest_mismatch"
+            log.error("import of %r read back other bytes than were staged", self)
+        self._context.metrics.imports.labels(result).inc()
+        self._imported_tokens = message.imported_tokens
+        if result == "imported":
+            self._end(self._status, self._reason)
+        elif result == "aborted":
+            self._end("aborted", "")
+        else:
+            self._end("failed", f"import_{result}" if result == "failed" else result)
+
+    # --- bringing ---
+
+    async def _run(self) -> None:
+        error = await self._bring()
+        try:
+            self._answer(error)
+        except PortClosed:
+            log.info("%r: the engine left before the answer", self)
+
+    async def _bring(self) -> PrfaasError | None:
+        """All of [have, want) into staging; the last error where that did not work out."""
+        context = self._context
+        limits = context.limits
+        limit_s = min(self.params.deadline_s, limits.transfer_timeout_s)
+        deadline = Deadline.after(limit_s, context.clock)
+        nbytes = context.conn.layout.session_bytes(self.fetch.have, self.fetch.want)
+        try:
+            wait_s = deadline.capped(limits.staging_timeout_s)
+            self._extent = await context.staging.reserve(nbytes, wait_s)
+        except PrfaasError as exc:
+            full = not isinstance(exc, InvalidRequest)
+            self._reason = "staging_full" if full else "staging_too_small"
+            return exc
+        finally:
+            self._tally.add_phase("staging", context.clock.now() - self._started_s)
+        self.state = FetchState.RECEIVING
+        context.changed()
+        error: PrfaasError | None = None
+        for link in self._links:
+            if deadline.expired():
+                break
+            error = await self._try(link, self._extent, deadline)
+            if error is None:
+                return None
+            self._reason = reason_of(error)
+        return error or PrefillTimeout("no time left for any instance", phase="total")
+
+    async def _try(
+        self, link: PeerLink, extent: StagingExtent, deadline: Deadline
+    ) -> PrfaasError | None:
+        """What is missing from one instance; its error, with whole chunks kept."""
+        self._tally.tried.append(link.name)
+        receivers: list[Receiver] = []
+        result = "complete"
+        try:
+            remote = link.require_ready()
+            if self._map is None:
+                self._map = StagingMap(
+                    self._context.conn.layout,
+                    self.fetch.have,
+                    self.fetch.want,
+                    remote.chunk_tokens,
+                    extent.buffer,
+                )
+            request = SessionOpen(
+                transfer_id=self.params.transfer_id,
+                model=remote.model,
+                tokens=self._tokens,
+                send_from=self._watermark,
+                salt=self.params.salt,
+                use_cache=True,
+                quality=self.params.quality,
+                codecs=self._context.codecs,
+                deadline_s=max(deadline.remaining_s(), 1e-3),
+                lease_s=self._context.limits.lease_s,
+                engine_epoch=remote.engine_epoch,
+                hold_until_sealed=self._context.hold_until_sealed,
+            )
+            await link.fetch(
+                request,
+                session=self._session,
+                epoch=len(self._tally.tried),
+                staging=self._map,
+                target=extent,
+                deadline=deadline,
+                watch=receivers.append,
+            )
+            return None
+        except PrfaasError as exc:
+            link.suspect(exc)
+            result = exc.kind
+            log.info("%r: %s failed kind=%s: %s", self, link.name, exc.kind, exc.message)
+            return exc
+        finally:
+            for receiver in receivers:
+                self._tally.add(link, receiver)
+                if self._map is not None:
+                    whole = self._map.whole_end(receiver.machine.ledger.watermark)
+                    self._watermark = max(self._watermark, whole)
+            self._context.metrics.tries.labels(link.peer, link.instance, result).inc()
+
+    def _answer(self, error: PrfaasError | None) -> None:
+        """FetchDone; the extent stays with the engine only where there is something in it."""
+        have, want = self.fetch.have, self.fetch.want
+        if error is None:
+            self._hand_over("staged", want)
+        elif self.params.on_failure == "reject":
+            self._refuse("refused", error)
+        elif self._watermark > have:
+            self._hand_over("partial", self._watermark)
+        else:
+            self._refuse("local", error)
+
+    def _hand_over(self, status: str, token_end: int) -> None:
+        extent, staging_map = self._extent, self._map
+        if extent is None or staging_map is None:
+            raise RuntimeError(f"{self!r} has nothing staged")
+        self.state = FetchState.STAGED
+        self._status = status
+        if status == "staged":
+            self._reason = ""
+        self._staged_s = self._context.clock.now()
+        self._overdue = asyncio.get_running_loop().call_later(
+            self._context.limits.request_timeout_s, self._import_overdue
+        )
+        self._context.conn.send(
+            FetchDone(
+                session=self.fetch.session,
+                status=status,
+                reason=self._reason,
+                token_end=token_end,
+                staging_offset=extent.offset,
+                chunk_tokens=staging_map.chunk_tokens,
+            )
+        )
+
+    def _refuse(self, status: str, error: PrfaasError) -> None:
+        done = FetchDone(
+            session=self.fetch.session,
+            status=status,
+            reason=self._reason or reason_of(error),
+            retry_after_s=error.retry_after_s or RETRY_AFTER_S,
+            message=error.message,
+        )
+        self._end(status, done.reason)
+        self._context.conn.send(done)
+
+    # --- the end ---
+
+    def _import_overdue(self) -> None:
+        """Memory that an engine may still read is not given to others: cut the engine instead."""
+        log.error("%r: the engine never released its staging; closing its port", self)
+        self._context.conn.close()
+
+    async def _digest_agrees(self, message: Release) -> bool:
+        if self._extent is None:
+            return False
+        end = self.fetch.have + message.imported_tokens
+        nbytes = self._context.conn.layout.session_bytes(self.fetch.have, end)
+        staged = self._extent.buffer[:nbytes]
+        digest = await asyncio.to_thread(hashlib.blake2b, staged.data, digest_size=DIGEST_BYTES)
+        return digest.hexdigest() == message.digest
+
+    def _end(self, status: str, reason: str) -> None:
+        """Free the extent and report, once."""
+        if self.state is FetchState.ENDED:
+            return
+        self.state = FetchState.ENDED
+        if self._overdue is not None:
+            self._overdue.cancel()
+        if self._extent is not None:
+            self._extent.release()
+        tally, fetch = self._tally, self.fetch
+        tally.add_phase("total", self._context.clock.now() - self._started_s)
+        self._context.ended(
+            self,
+            Outcome(
+                transfer_id=self.params.transfer_id,
+                status=status,
+                reason=reason,
+                peer=tally.peer,
+                instance=tally.instance,
+                have_tokens=fetch.have,
+                want_tokens=fetch.want,
+                received_tokens=self._imported_tokens,
+                remote_cached_tokens=tally.remote_cached_tokens,
+                raw_bytes=tally.raw_bytes,
+                wire_bytes=tally.wire_bytes,
+                hidden_wire_bytes=tally.hidden_wire_bytes,
+                phases=dict(tally.phases),
+                tried=tuple(tally.tried),
+            ),
+        )
+
+
+def reason_of(error: PrfaasError) -> str:
+    """A stable word for an error: its kind, and the phase that ran out of time."""
+    return f"{error.kind}_{error.phase}" if error.phase else error.kind
