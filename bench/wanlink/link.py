@@ -143,6 +143,8 @@ class WanLink:
 
     def close(self) -> None:
         """End every process and remove everything; may be called again."""
+        for process in self._processes:
+            process.kill()  # one that has not entered its namespace yet, the emulator cannot find
         if self._control is not None:
             self._control.close()
             self._control = None
@@ -241,8 +243,13 @@ class WanLink:
         with self._asking:
             if self._control is None:
                 raise RuntimeError(f"{self!r} is not up")
-            control.send(self._control, message)
-            answer = control.receive(self._control)
+            try:
+                control.send(self._control, message)
+                answer = control.receive(self._control)
+            except OSError:  # a late answer would be taken for that of the next question
+                self._control.close()
+                self._control = None
+                raise
         if isinstance(answer, LinkStats):
             return answer
         if isinstance(answer, control.Failed):

@@ -38,42 +38,48 @@ def exists(name: str) -> bool:
 
 def remove(name: str) -> None:
     """Kill every process in the namespace and delete it; nothing if there is none."""
-    if not exists(name):
+    try:
+        identity = _identity(_NETNS_DIR / name)
+    except FileNotFoundError:
         return
-    deadline = time.monotonic() + _EXIT_S
-    while pids := processes_in(name):
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        if time.monotonic() > deadline:
-            break  # one is stuck in the kernel: the name goes anyway
-        time.sleep(0.005)
+    _kill_all(identity)
     try:
         run_ip("netns", "delete", name)
     except OSError:
         if exists(name):  # else another one was faster
             raise
+    _kill_all(identity)  # who was about to enter when we looked first; now nobody can
 
 
-def processes_in(name: str) -> list[int]:
-    """Pids of the living processes whose network namespace it is."""
-    try:
-        ours = (_NETNS_DIR / name).stat()
-    except FileNotFoundError:
-        return []
+def _kill_all(identity: tuple[int, int]) -> None:
+    deadline = time.monotonic() + _EXIT_S
+    while (pids := _processes_in(identity)) and time.monotonic() < deadline:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.005)
+
+
+def _processes_in(identity: tuple[int, int]) -> list[int]:
+    """Pids of the living processes, but for this one, with that network namespace."""
     pids = []
     for entry in os.scandir("/proc"):
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            theirs = os.stat(f"/proc/{entry.name}/ns/net")  # a zombie has none
+            theirs = _identity(Path(entry.path) / "ns" / "net")  # a zombie has none
         except OSError:
             continue
-        if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino):
+        if theirs == identity:
             pids.append(int(entry.name))
     return pids
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 def remove_leftovers() -> list[str]:

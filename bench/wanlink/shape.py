@@ -55,7 +55,7 @@ class LinkShape:
         if not 0 < self.rate_bits < float("inf"):
             raise ValueError(f"rate_bits must be above 0, not {self.rate_bits}")
         if not 0 <= self.delay_s <= 10:
-            raise ValueError(f"delay_s must be from 0 to 10, not {self.delay_s}")
+            raise ValueError(f"rtt must be from 0 to 20 s, not {2 * self.delay_s} s")
         if self.queue_bytes < 2000:
             raise ValueError(f"queue_bytes must hold a packet (2000), not {self.queue_bytes}")
         if not 0 <= self.loss <= 1:

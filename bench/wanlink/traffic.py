@@ -33,6 +33,8 @@ class _Samples:
 
     def add(self, size: int) -> None:
         now, total = time.monotonic(), self.points[-1][1] + size
+        if now - self.points[-1][0] > _SAMPLE_S:
+            self.points.append((now, self.points[-1][1]))  # nothing came in between
         if len(self.points) > 1 and self.points[-1][0] - self.points[-2][0] < _SAMPLE_S:
             self.points.pop()
         self.points.append((now, total))
