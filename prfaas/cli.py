@@ -169,7 +169,10 @@ def certs(out: Path, names: tuple[str, ...], days: int, rotate: tuple[str, ...])
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 def check_host(rate: str, rtt: float, connections: int, as_json: bool) -> None:
-    """Name each setting of this host that is weak for KV over a WAN; status 1 if there is one."""
+    """Name each host setting that is weak for KV over a WAN.
+
+    Status 1 if there is one.
+    """
     from prfaas import hostcheck
 
     link = hostcheck.Link(hostcheck.parse_rate(rate), rtt / 1e3, connections)

@@ -161,6 +161,10 @@ def _scribble(directory: Path) -> None:
         (_truncate, "not a whole safetensors file"),
         (_scribble, "not a whole safetensors file"),
         (lambda d: (d / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+        (
+            lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
+            "has neither model.safetensors nor",
+        ),
         (lambda d: (d / "config.json").unlink(), "config.json does not exist"),
         (lambda d: (d / "config.json").write_text("{"), "config.json is not readable JSON"),
         (lambda d: (d / "config.json").write_text("[]"), "config.json is not a JSON object"),

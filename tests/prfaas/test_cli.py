@@ -30,7 +30,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_help_names_every_command() -> None:
     done = run("--help")
     assert done.returncode == 0
-    for command in ("gateway", "engine", "agent", "prefill", "up", "config"):
+    for command in ("gateway", "engine", "agent", "prefill", "up", "certs", "check-host", "config"):
         assert f"  {command} " in done.stdout
 
 
