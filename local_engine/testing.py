@@ -21,6 +21,7 @@ from local_engine.stream import TokenStream
 from prfaas.layout import GroupKind, KvLayout, LayerGroup
 from prfaas.limits import Limits
 from prfaas.settings import EngineSettings
+from prfaas.testing.clock import ManualClock
 from prfaas.testing.fake_port import FakePort
 from prfaas_connect.port.messages import Fetch, FetchDone, PrefillEnd, PrefillStart, Record
 
@@ -29,19 +30,6 @@ CHAIN_VOCAB = 997
 CHAIN_LAYOUT = KvLayout((LayerGroup(GroupKind.FULL, tuple(range(CHAIN_LAYERS)), 1, 2, "float32"),))
 # States stay below 2 ** 24, so float32 holds them exactly.
 _MODULUS = 9_999_991
-
-
-class ManualClock:
-    """Time that passes only when told to."""
-
-    def __init__(self) -> None:
-        self.time_s = 100.0
-
-    def now(self) -> float:
-        return self.time_s
-
-    def wall(self) -> float:
-        return self.time_s
 
 
 def chain_answer(prompt: Sequence[int], tokens: int) -> list[int]:
@@ -140,7 +128,7 @@ class ChainRunner:
 
     def _pass(self, seconds: float) -> None:
         if self._clock is not None:
-            self._clock.time_s += seconds
+            self._clock.advance(seconds)
 
 
 class ListStream(TokenStream):

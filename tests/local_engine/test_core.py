@@ -299,10 +299,10 @@ def test_a_client_that_never_reads_is_dropped_in_time() -> None:
     engine = slow_harness()
     stream = engine.submit("slow", tokens(9), 20)
     engine.step(30)
-    engine.clock.time_s += 29.0
+    engine.clock.advance(29.0)
     engine.step()
     assert stream.last is None
-    engine.clock.time_s += 2.0
+    engine.clock.advance(2.0)
     engine.step()
     assert stream.last is not None
     assert isinstance(stream.last.error, Cancelled)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
@@ -32,6 +31,7 @@ from prfaas.errors import (
 from prfaas.layout import GroupKind, KvLayout, LayerGroup
 from prfaas.limits import Limits
 from prfaas.settings import EngineSettings
+from prfaas.testing.waiting import eventually
 
 Submit = Callable[..., Awaitable[TokenStream]]
 
@@ -90,14 +90,7 @@ async def running(
 
 async def settled(engine: Engine) -> None:
     """Wait until nothing is live."""
-    await until(lambda: engine.stats().waiting == engine.stats().running == 0)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.002)
+    await eventually(lambda: engine.stats().waiting == engine.stats().running == 0)
 
 
 async def collect(stream: TokenStream) -> list[TokenEvent]:
@@ -213,7 +206,7 @@ async def test_a_client_that_does_not_read_delays_nobody_else() -> None:
     limits = Limits(engine_event_queue=8)
     async with running(limits=limits, max_batch=2) as (engine, _):
         slow = await engine.submit(request("slow", tokens(9), 60))
-        await until(lambda: engine.stats().running == 0)
+        await eventually(lambda: engine.stats().running == 0)
         for i in range(3):
             fast = await engine.submit(request(f"fast{i}", tokens(9, i), 60))
             assert drawn(await collect(fast)) == chain_answer(tokens(9, i), 60)
@@ -224,7 +217,7 @@ async def test_a_client_that_never_reads_is_dropped() -> None:
     limits = Limits(engine_event_queue=4, slow_client_timeout_s=0.05)
     async with running(limits=limits) as (engine, _):
         stream = await engine.submit(request("slow", tokens(9), 60))
-        await until(lambda: engine.stats().requests_finished == {"abort": 1})
+        await eventually(lambda: engine.stats().requests_finished == {"abort": 1})
         events = await collect(stream)
         assert isinstance(events[-1].error, Cancelled)
         assert len(events) == 5
@@ -286,7 +279,7 @@ async def test_a_failing_model_ends_every_request_and_the_engine_says_it_is_unwe
         for stream in streams:
             events = await collect(stream)
             assert isinstance(events[-1].error, EngineUnavailable)
-        await until(lambda: not engine.healthy)
+        await eventually(lambda: not engine.healthy)
         with pytest.raises(EngineUnavailable, match="failed"):
             await engine.submit(request("more", tokens(3)))
     assert "the device is gone" in caplog.text
@@ -312,7 +305,7 @@ async def test_broken_books_are_found_when_asked_and_when_idle(
         blocks._references[3] += 1
         with pytest.raises(AssertionError, match="block 3 has 1 references but 0 owners"):
             await engine.check_integrity()
-        await until(lambda: engine.stats().integrity_failures > 0)
+        await eventually(lambda: engine.stats().integrity_failures > 0)
         blocks._references[3] -= 1
         await asyncio.sleep(0.3)
         assert "block 3" in caplog.text

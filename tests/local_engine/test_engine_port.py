@@ -28,6 +28,7 @@ from prfaas.hashing import block_chain
 from prfaas.kvport import EngineConn, PortServer
 from prfaas.limits import Limits
 from prfaas.settings import EngineSettings
+from prfaas.testing.waiting import eventually
 from prfaas_connect.port.engine import EnginePort
 from prfaas_connect.port.messages import (
     PORT_VERSION,
@@ -108,13 +109,6 @@ class Agent:
         self.conn.send(FetchDone(fetch.session, "staged", "", end, 0, CHUNK))
 
 
-async def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        await asyncio.sleep(0.002)
-
-
 @asynccontextmanager
 async def pair(
     tmp_path: Path, *, ring_bytes: int = 1 << 16
@@ -140,9 +134,9 @@ async def pair(
     await asyncio.to_thread(engine.start)
     runner.strict = True
     try:
-        await until(lambda: agent.of(Stats))
+        await eventually(lambda: agent.of(Stats))
         yield engine, agent, runner
-        await until(lambda: engine.stats().waiting == engine.stats().exporting == 0)
+        await eventually(lambda: engine.stats().waiting == engine.stats().exporting == 0)
         await engine.check_integrity()
         assert engine.stats().free_blocks == 64
     finally:
@@ -172,7 +166,7 @@ async def test_remote_kv_is_fetched_imported_and_released(tmp_path: Path) -> Non
         assert await ask(engine, tokens(30), plan="x") == chain_answer(tokens(30), 6)
         assert len(runner.chunks) == chunks
         assert agent.of(Fetch)[0].params == {"plan": "x"}
-        await until(lambda: agent.of(Release))
+        await eventually(lambda: agent.of(Release))
         release = agent.of(Release)[0]
         assert (release.result, release.imported_tokens) == ("imported", 29)
         assert len(release.digest) == 32
@@ -185,7 +179,7 @@ async def test_a_prefill_session_leaves_through_a_ring_much_smaller_than_itself(
         ids = tokens(100)
         assert agent.conn is not None
         agent.conn.send(PrefillStart("s", 1, 3), np.asarray(ids, dtype="<i4").tobytes())
-        await until(lambda: agent.of(PrefillEnd))
+        await eventually(lambda: agent.of(PrefillEnd))
         end = agent.of(PrefillEnd)[0]
         assert (end.status, end.records) == ("done", 13 * CHAIN_LAYERS)
         assert len(agent.records) == end.records
@@ -203,13 +197,13 @@ async def test_the_agent_knows_the_prefix_cache_also_after_it_was_restarted(
         assert first.epoch == engine.epoch
         await ask(engine, tokens(17))
         names = {name.hex() for name in block_chain(tokens(17), 4)}
-        await until(lambda: names <= agent.names)
+        await eventually(lambda: names <= agent.names)
         await agent.restart()
-        await until(lambda: agent.of(KvEvents))
+        await eventually(lambda: agent.of(KvEvents))
         assert agent.of(KvEvents)[0].cleared
-        await until(lambda: names <= agent.names)
+        await eventually(lambda: names <= agent.names)
         await engine.reset_prefix_cache()
-        await until(lambda: not agent.names)
+        await eventually(lambda: not agent.names)
         seqs = [m.seq for m in agent.of(KvEvents)]
         assert seqs == list(range(seqs[0], seqs[0] + len(seqs)))
 
@@ -228,7 +222,7 @@ async def test_load_is_told_at_least_every_quarter_second_even_within_a_long_ste
         answer = asyncio.create_task(ask(engine, tokens(20)))
         await asyncio.to_thread(inside.wait, 10)
         agent.messages.clear()
-        await until(lambda: len(agent.of(Stats)) >= 4)
+        await eventually(lambda: len(agent.of(Stats)) >= 4)
         runner.on_layer = None
         gate.set()
         await answer
@@ -243,7 +237,7 @@ async def test_load_changes_are_told_soon(tmp_path: Path) -> None:
     async with pair(tmp_path) as (engine, agent, _):
         await ask(engine, tokens(40))
         last = agent.of(Stats)[-1]
-        await until(lambda: agent.of(Stats)[-1].running == 0)
+        await eventually(lambda: agent.of(Stats)[-1].running == 0)
         assert last.total_blocks == 64
         assert last.prefill_token_s > 0
 
@@ -251,11 +245,11 @@ async def test_load_changes_are_told_soon(tmp_path: Path) -> None:
 async def test_requests_go_on_when_the_agent_dies_under_them(tmp_path: Path) -> None:
     async with pair(tmp_path) as (engine, agent, _):
         answer = asyncio.create_task(ask(engine, tokens(30), plan="x"))
-        await until(lambda: agent.of(Fetch))
+        await eventually(lambda: agent.of(Fetch))
         await agent.restart()
         assert await answer == chain_answer(tokens(30), 6)
         assert engine.stats().kv_outcomes == {"agent_lost": 1}
-        await until(lambda: engine.stats().port_connected and agent.of(Stats))
+        await eventually(lambda: engine.stats().port_connected and agent.of(Stats))
         agent.on_fetch = lambda fetch, prompt: agent.stage(fetch, prompt, fetch.want)
         assert await ask(engine, tokens(30, 1), plan="x") == chain_answer(tokens(30, 1), 6)
         assert engine.stats().kv_outcomes["staged"] == 1
@@ -264,6 +258,6 @@ async def test_requests_go_on_when_the_agent_dies_under_them(tmp_path: Path) -> 
 async def test_an_engine_without_its_agent_serves_alone(tmp_path: Path) -> None:
     async with pair(tmp_path) as (engine, agent, _):
         await agent.server.close()
-        await until(lambda: not engine.stats().port_connected)
+        await eventually(lambda: not engine.stats().port_connected)
         assert await ask(engine, tokens(30), plan="x") == chain_answer(tokens(30), 6)
         assert engine.stats().kv_outcomes == {"no_agent": 1}
