@@ -59,7 +59,10 @@ class PeerChannels:
         """Have every connection up. Raises PeerUnavailable, at once where nobody listens."""
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
-                for channel in (self._control, *self._data):
+                channels = (self._control, *self._data)
+                for channel in channels:
+                    channel.get_state(try_to_connect=True)  # all at the same time
+                for channel in channels:
                     await self._up(channel)
         except TimeoutError:
             raise PeerUnavailable(f"{self.name}: no connection in time") from None

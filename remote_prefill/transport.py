@@ -49,7 +49,8 @@ def channel_options() -> Options:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.client_idle_timeout_ms", _NEVER_MS),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        # Also the time one attempt to connect may take: several round trips of a slow link.
+        ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 2000),
     ]
 
