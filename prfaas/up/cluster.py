@@ -46,8 +46,9 @@ def measured(cluster: Mapping[str, Any]) -> bool:
 
 
 def d_has_queue(cluster: Mapping[str, Any]) -> bool:
-    """The gateway has heard that prompt tokens wait at D."""
-    return bool(cluster["local"]["load"]["queue_tokens"] > 0)
+    """The gateway has heard that a prompt of more than a chunk waits at D."""
+    local = cluster["local"]
+    return bool(local["load"]["queue_tokens"] > local["curve"]["chunk_tokens"])
 
 
 async def wait_record(gateway: OpenAIClient, request_id: str) -> Record:

@@ -16,6 +16,7 @@ CHATS = (
 _LONG_TOPIC = "objects"
 _LONG_QUESTION = "In Python, what three things does every object have? Answer in one sentence."
 _QUEUED_TOPIC = "naming"
+_WARM_UP_TOPIC = "typesseq-mutable"
 _BURST_TOPICS = ("sequence-types", "function", "numeric-types", "identifiers", "async", "raise")
 _BURST_CHARS = 2400
 
@@ -28,6 +29,11 @@ def long_prompt() -> str:
 def queued_prompt() -> str:
     """About 1,500 tokens that keep D busy."""
     return f"{_topic(_QUEUED_TOPIC)}\n\nSummarise the text above."
+
+
+def warm_up_prompt() -> str:
+    """About 1,500 tokens that no other prompt begins with."""
+    return f"{_topic(_WARM_UP_TOPIC)}\n\nSummarise the text above."
 
 
 def burst_prompts(label: str, count: int) -> list[str]:

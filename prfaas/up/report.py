@@ -86,5 +86,5 @@ def _transfer(outcome: Mapping[str, Any] | None) -> list[tuple[str, str]]:
         ("KV over the link", f"{raw / 1e6:.2f} MB raw, {wire / 1e6:.2f} MB on the wire{ratio}"),
     ]
     if wire:
-        rows.append(("hidden behind prefill", f"{hidden / wire:.0%} of the transfer"))
+        rows.append(("hidden behind prefill", f"{hidden / wire:.1%} of the transfer"))
     return rows

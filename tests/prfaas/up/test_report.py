@@ -78,7 +78,7 @@ def test_a_remote_request_shows_both_estimates_and_what_its_kv_cost() -> None:
         "55 ms (median)",
         "p/p-0: 1233 of 1233 tokens (staged)",
         "28.41 MB raw, 19.46 MB on the wire, 1.46 times smaller",
-        "95% of the transfer",
+        "95.0% of the transfer",
         "Paris is the capital.",
     ):
         assert part in text, text
