@@ -17,7 +17,7 @@ from prfaas.layout import KvLayout
 from prfaas.ledger import Ledger, piece_digest
 from prfaas.placement import StagingMap
 from prfaas_connect.port.messages import PrefillEnd
-from remote_prefill.exports import ExportHub
+from remote_prefill.exports import ExportHub, RecordView
 
 PROBE_TOKENS = 64
 
@@ -52,12 +52,10 @@ async def local_probe(conn: EngineConn, hub: ExportHub, timeout_s: float) -> Sta
     try:
         async with asyncio.timeout(timeout_s):
             while not isinstance(event := await export.next(), PrefillEnd):
-                piece, raw = event.piece, event.raw
-                nbytes = ledger.piece_bytes(piece)
-                if nbytes == raw.nbytes and ledger.claim(piece):
-                    found.scatter(piece, raw)
-                    ledger.commit(piece, piece_digest(raw.data), nbytes)
-                event.done()
+                try:
+                    _keep(event, found, ledger)
+                finally:
+                    event.done()
     except TimeoutError:
         raise PrefillTimeout("the decode engine did not answer the probe", phase="probe") from None
     finally:
@@ -68,6 +66,14 @@ async def local_probe(conn: EngineConn, hub: ExportHub, timeout_s: float) -> Sta
             f" {ledger.describe_missing()}".rstrip()
         )
     return found
+
+
+def _keep(record: RecordView, found: StagingMap, ledger: Ledger) -> None:
+    piece, raw = record.piece, record.raw
+    nbytes = ledger.piece_bytes(piece)
+    if nbytes == raw.nbytes and ledger.claim(piece):
+        found.scatter(piece, raw)
+        ledger.commit(piece, piece_digest(raw.data), nbytes)
 
 
 def compare(mine: StagingMap, theirs: StagingMap, tolerance: float) -> float:
@@ -83,9 +89,9 @@ def compare(mine: StagingMap, theirs: StagingMap, tolerance: float) -> float:
         pair = zip("kv", mine.tensor(extent), theirs.tensor(extent), strict=True)
         for name, ours, other in pair:
             error = normalised_error(to_float32(ours, dtype), to_float32(other, dtype))
-            if not error <= worst:  # also where it is not a number
+            if error > worst:
                 worst, where = error, f"layers[{extent.layer}].{name}"
-    if not worst <= tolerance:
+    if worst > tolerance:
         raise IncompatibleLayout(
             f"numeric probe failed: {where} differs by {worst:.3g} "
             f"(normalised mean squared error, tolerance {tolerance:g})",
@@ -95,9 +101,14 @@ def compare(mine: StagingMap, theirs: StagingMap, tolerance: float) -> float:
 
 
 def normalised_error(ours: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> float:
-    """Mean squared difference over the mean square of `ours`; 0 where both are zero."""
-    difference = float(np.square(ours - other, dtype=np.float64).mean())
-    power = float(np.square(ours, dtype=np.float64).mean())
+    """Mean squared difference over the mean square of `ours`; 0 where both are zero, infinite
+    where either is not finite.
+    """
+    with np.errstate(invalid="ignore"):
+        difference = float(np.square(ours.astype(np.float64) - other).mean())
+        power = float(np.square(ours, dtype=np.float64).mean())
+    if not (np.isfinite(difference) and np.isfinite(power)):
+        return float("inf")
     return 0.0 if difference == 0 else difference / power if power else float("inf")
 
 
