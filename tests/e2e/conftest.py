@@ -1,0 +1,83 @@
+"""Fixtures of the end-to-end tests: whole stacks of processes on the tiny model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from prfaas.testing.oracle import TopTwoGap
+from prfaas.testing.stack import RunningStack, running_stack
+
+ENGINE = {"chunk_tokens": 64, "kv_memory_bytes": 16 << 20, "max_context": 8192}
+
+
+@contextmanager
+def fp32_stack(directory: Path, model: Path) -> Iterator[RunningStack]:
+    """fp32 KV; blocks of 16 at P and 64 at D; every import read back and compared."""
+    with running_stack(
+        directory / "stack",
+        model,
+        gateway={"policy": {"name": "always_remote"}, "short_body_bytes": 0},
+        agent={"verify_import": True},
+        d_engine={**ENGINE, "kv_dtype": "float32", "block_tokens": 64},
+        p_engine={**ENGINE, "kv_dtype": "float32", "block_tokens": 16},
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def always_remote_fp32(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
+) -> Iterator[RunningStack]:
+    """One stack for all tests that leave its processes alone."""
+    with fp32_stack(tmp_path_factory.mktemp("fp32"), tiny_model_dir) as stack:
+        yield stack
+
+
+@pytest.fixture
+def fp32_stack_to_break(tmp_path: Path, tiny_model_dir: Path) -> Iterator[RunningStack]:
+    """A stack of its own for a test that kills its processes."""
+    with fp32_stack(tmp_path, tiny_model_dir) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def always_remote_bf16(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
+) -> Iterator[RunningStack]:
+    """bf16 KV; chunks, tails and prefix hits start at multiples of one chunk size on both sides."""
+    with running_stack(
+        tmp_path_factory.mktemp("bf16") / "stack",
+        tiny_model_dir,
+        gateway={"policy": {"name": "always_remote"}, "short_body_bytes": 0},
+        agent={"verify_import": True},
+        d_engine={**ENGINE, "kv_dtype": "bfloat16", "block_tokens": 64},
+        p_engine={**ENGINE, "kv_dtype": "bfloat16", "block_tokens": 64},
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="session")
+def tiny_gap(tiny_model_dir: Path) -> TopTwoGap:
+    """Top-2 logit gap of the tiny model after any tokens, in fp32, computed in one go."""
+    import torch
+
+    from local_engine.loader import load_model
+    from local_engine.models.base import ForwardBatch
+    from prfaas.testing.contiguous_kv import ContiguousKv, Span
+
+    loaded = load_model(tiny_model_dir, torch.float32, torch.device("cpu"))
+
+    def gap(tokens: Sequence[int]) -> float:
+        kv = ContiguousKv()
+        kv.begin([Span(0, 0, len(tokens))])
+        ids = torch.tensor(tokens, dtype=torch.int64)
+        batch = ForwardBatch(ids, torch.arange(len(tokens)), ())
+        hidden = loaded.model.forward(batch, kv)
+        best = torch.topk(loaded.model.logits(hidden[-1:])[0], 2).values
+        return float(best[0] - best[1])
+
+    return gap
