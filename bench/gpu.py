@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import AsyncExitStack
@@ -18,7 +19,7 @@ from typing import Any
 
 import click
 
-from bench.harness import Report, Samples
+from bench.harness import RESULTS, Report, Samples
 from bench.prompts import PromptSource, natural_text
 from bench.site import remote_answer
 from prfaas.errors import PrfaasError
@@ -194,7 +195,8 @@ async def _run(size: Size, device: str, device_name: str) -> None:
                     raise PrfaasError(f"out of time before {step.__name__}")
                 await step()
         finally:
-            report.finish()
+            # A trial leaves no figures behind.
+            report.finish(directory=root if size is TINY else RESULTS)
 
 
 def _plan(size: Size, device: str, model: Path) -> StackPlan:
@@ -219,12 +221,16 @@ def _plan(size: Size, device: str, model: Path) -> StackPlan:
 @click.option("--tiny", is_flag=True, help="Try the script on this machine's CPU.")
 def main(tiny: bool) -> None:
     """Measure and write bench/results/gpu.json."""
-    if tiny:
-        asyncio.run(_run(TINY, "cpu", "CPU (not a GPU: only to try the script)"))
-        return
-    import torch
+    try:
+        if tiny:
+            asyncio.run(_run(TINY, "cpu", "CPU (not a GPU: only to try the script)"))
+        else:
+            import torch
 
-    asyncio.run(_run(FULL, "cuda:0", torch.cuda.get_device_name(0)))
+            asyncio.run(_run(FULL, "cuda:0", torch.cuda.get_device_name(0)))
+    except PrfaasError as exc:
+        click.echo(f"bench gpu: {exc.message}", err=True)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from prfaas.up.report import percentile
 
-__all__ = ["Report", "Row", "Samples", "machine", "percentile", "run_interleaved"]
+__all__ = ["RESULTS", "Report", "Row", "Samples", "machine", "percentile", "run_interleaved"]
 
 RESULTS = Path(__file__).parent / "results"
 
