@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from prfaas.up.burst import BurstResult
 from prfaas.up.client import StreamedAnswer
@@ -28,7 +29,8 @@ def request_table(title: str, answer: StreamedAnswer, record: Record) -> Table:
         table.add_row("ITL", f"{statistics.median(answer.itl_s) * 1e3:.0f} ms (median)")
     for name, text in _transfer(record["outcome"]):
         table.add_row(name, text)
-    table.add_row("answer", " ".join(answer.text.split()))
+    # Not markup, whatever brackets the model wrote.
+    table.add_row("answer", Text(" ".join(answer.text.split())))
     return table
 
 

@@ -25,7 +25,7 @@ def answer() -> StreamedAnswer:
     return StreamedAnswer(
         "r1",
         sent_at=10.0,
-        text="Paris is the\ncapital.",
+        text="Paris [/is] the\ncapital.",
         first_event_at=10.25,
         token_at=[10.25, 10.30, 10.36],
         usage={"prompt_tokens": 1234},
@@ -79,7 +79,7 @@ def test_a_remote_request_shows_both_estimates_and_what_its_kv_cost() -> None:
         "p/p-0: 1233 of 1233 tokens (staged)",
         "28.41 MB raw, 19.46 MB on the wire, 1.46 times smaller",
         "95.0% of the transfer",
-        "Paris is the capital.",
+        "Paris [/is] the capital.",
     ):
         assert part in text, text
 
