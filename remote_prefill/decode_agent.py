@@ -15,6 +15,7 @@ from prfaas.kvport import EngineConn, PortClosed
 from prfaas.placement import StagingMap
 from prfaas.settings import Settings
 from prfaas.snapshot import Outcome
+from prfaas.tls_files import TlsFiles
 from prfaas_connect.port.messages import (
     Abort,
     Fetch,
@@ -30,10 +31,10 @@ from prfaas_connect.port.messages import (
 from remote_prefill.admission import Admission, Admitter
 from remote_prefill.exports import ExportHub
 from remote_prefill.fetch import RETRY_AFTER_S, FetchContext, FetchJob
+from remote_prefill.link_options import LinkOptions, LocalEngine
 from remote_prefill.metrics import AgentMetrics
 from remote_prefill.mirror import EngineMirror
 from remote_prefill.numeric_probe import local_probe
-from remote_prefill.peer_link import LinkOptions, LocalEngine
 from remote_prefill.peer_pool import PeerPool
 from remote_prefill.staging import StagingPool
 from remote_prefill.watch import WatchFeed
@@ -75,7 +76,9 @@ class DecodeAgent:
     `on_engine` runs for the life of each engine connection; a connection's end aborts its fetches.
     """
 
-    def __init__(self, settings: Settings, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, settings: Settings, *, tls: TlsFiles | None = None, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         mine = settings.agent
         self.settings = mine
         self.limits = settings.limits
@@ -85,7 +88,9 @@ class DecodeAgent:
         self.draining = False
         self.side: EngineSide | None = None
         self._executor = ThreadPoolExecutor(mine.codec_threads, "codec")
-        options = LinkOptions(mine, self.limits, self.codecs, self._executor, self.metrics, clock)
+        options = LinkOptions(
+            mine, self.limits, self.codecs, self._executor, self.metrics, clock, tls
+        )
         self.pool = PeerPool(mine.peers, options)
         self.feed = WatchFeed(mine.name, self.limits, self.pool.links)
         self._mirror = EngineMirror(

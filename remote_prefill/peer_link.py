@@ -8,25 +8,20 @@ import enum
 import logging
 import random
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import Executor
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from prfaas.clock import Clock, Deadline
-from prfaas.codecs import CodecSet
+from prfaas.clock import Deadline
 from prfaas.errors import EngineUnavailable, PeerUnavailable, PrfaasError
-from prfaas.kvport import EngineConn
-from prfaas.limits import Limits
 from prfaas.placement import StagingMap
 from prfaas.session_messages import Handshake, SessionOpen
 from prfaas.sessions import ReceiveSession
-from prfaas.settings import AgentPeer, AgentSettings, InstanceAddress
+from prfaas.settings import AgentPeer, InstanceAddress
 from prfaas.telemetry import LinkInfo
-from remote_prefill.exports import ExportHub
+from prfaas.tls_files import TlsFiles
 from remote_prefill.identity import handshake_of
 from remote_prefill.link_meter import LinkMeter
-from remote_prefill.metrics import AgentMetrics
+from remote_prefill.link_options import LinkOptions, LocalEngine
 from remote_prefill.numeric_probe import compare, probe_map, probe_tokens
 from remote_prefill.peer_channels import PeerChannels
 from remote_prefill.receiver import OwnMemory, Receiver, Target
@@ -50,28 +45,6 @@ class PeerState(enum.StrEnum):
     """Failed; tried again after a pause."""
 
 
-@dataclass(frozen=True, slots=True)
-class LocalEngine:
-    """The engine beside this agent, and its side of the numeric probe."""
-
-    conn: EngineConn
-    hub: ExportHub
-    probe: Callable[[], Awaitable[StagingMap]]
-    """KV of the probe tokens, computed once for all peers."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinkOptions:
-    """What all links of an agent share."""
-
-    settings: AgentSettings
-    limits: Limits
-    codecs: CodecSet
-    executor: Executor
-    metrics: AgentMetrics
-    clock: Clock
-
-
 class PeerLink:
     """Owns the channels to one instance and the task that pairs and watches it; `close` ends both.
 
@@ -89,8 +62,11 @@ class PeerLink:
         self._sessions: set[ReceiveSession] = set()
         self._link_class = peer.link_class
         self._options = options
+        endpoint = checked_endpoint(
+            instance.address, options.tls, instance.tls_name, f"agent.peers {self.name}"
+        )
         self._channels = PeerChannels(
-            self.name, instance.address, peer.channels, options.limits, options.clock
+            self.name, endpoint, peer.channels, options.limits, options.clock
         )
         self._local: LocalEngine | None = None
         self._changed = asyncio.Event()
@@ -281,6 +257,7 @@ class PeerLink:
                 async with asyncio.timeout(interval_s):
                     await self._changed.wait()
             self._changed.clear()
+            await self._channels.renew()
             epoch = await self._channels.ping(meter)
             if self.remote is None or epoch != self.remote.engine_epoch:
                 what = "has restarted" if epoch else "is gone"

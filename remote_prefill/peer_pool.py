@@ -9,7 +9,8 @@ from prfaas.errors import ConfigError, InvalidRequest
 from prfaas.settings import AgentPeer
 from prfaas.telemetry import LinkInfo
 from prfaas.transfer import PlanStep
-from remote_prefill.peer_link import LinkOptions, LocalEngine, PeerLink
+from remote_prefill.link_options import LinkOptions, LocalEngine
+from remote_prefill.peer_link import PeerLink
 
 
 class PeerPool:
