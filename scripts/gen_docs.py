@@ -164,24 +164,29 @@ def _rows(key: str, info: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
 
 
 def _nested() -> str:
-    """The element types of the lists."""
-    parts = []
-    for model, path in _elements(Settings, ""):
-        parts.append(f"## Entries of `{path}`\n\n{_cell(model.__doc__)}\n\n{_table(model, '')}")
+    """Sections that may be absent, and the entries of the lists; one table for each class."""
+    found: dict[type[BaseModel], list[str]] = {}
+    for model, path in _inner_models(Settings, ""):
+        found.setdefault(model, []).append(f"`{path}`")
+    parts = [
+        f"## Keys of {', '.join(paths)}\n\n{_cell(model.__doc__)}\n\n{_table(model, '')}"
+        for model, paths in found.items()
+    ]
     return "\n".join(parts).replace("| `.", "| `")
 
 
-def _elements(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
+def _inner_models(model: type[BaseModel], path: str) -> Iterator[tuple[type[BaseModel], str]]:
     for name, info in model.model_fields.items():
         here = f"{path}.{name}" if path else name
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _elements(kind, here)
-        elif get_origin(kind) is tuple:
-            element = get_args(kind)[0]
-            if isinstance(element, type) and issubclass(element, BaseModel):
-                yield element, here
-                yield from _elements(element, here)
+            yield from _inner_models(kind, here)
+            continue
+        inner = [arg for arg in get_args(kind) if isinstance(arg, type)]
+        for found in (arg for arg in inner if issubclass(arg, BaseModel)):
+            entry = f"{here}[]" if get_origin(kind) is tuple else here
+            yield found, entry
+            yield from _inner_models(found, entry)
 
 
 def _type(info: FieldInfo) -> str:
@@ -208,7 +213,7 @@ def _type_name(kind: Any) -> str:
         if get_origin(kind) is not None and all(isinstance(part, str) for part in parts):
             return " or ".join(f"`{part}`" for part in parts)
         return " or ".join(_type_name(part) for part in parts)
-    return "entry"
+    return "keys below"
 
 
 def _default(key: str, info: FieldInfo) -> str:
