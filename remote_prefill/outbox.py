@@ -29,6 +29,8 @@ class Encoded:
     digest: bytes
     codec: int
     payload: bytes
+    cached: bool = False
+    """Read from the engine's prefix cache, not computed now."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class Sender:
 
         for cut in cuts:
             future = self._executor.submit(
-                _encode_cut, self._codec, view.raw, piece, cut, item_bytes
+                _encode_cut, self._codec, view.raw, piece, cut, item_bytes, view.record.cached
             )
             self._encoding.add(future)
             self._outbox.put(asyncio.wrap_future(future))
@@ -187,7 +187,7 @@ class Sender:
                 digest=e.digest,
                 codec=e.codec,
                 payload=e.payload,
-                flags=flags,
+                flags=flags | FrameFlag.CACHED if e.cached else flags,
             )
             for e in batch.pieces
         ]
@@ -206,14 +206,19 @@ class Sender:
 
 
 def _encode_cut(
-    codec: Codec, raw: npt.NDArray[np.uint8], piece: Piece, cut: Piece, item_bytes: int
+    codec: Codec,
+    raw: npt.NDArray[np.uint8],
+    piece: Piece,
+    cut: Piece,
+    item_bytes: int,
+    cached: bool,
 ) -> Encoded:
     """In a codec thread: the tokens of `cut` out of the record `piece`."""
     start = cut.token_start - piece.token_start
     stop = cut.token_end - piece.token_start
     rows = token_rows(raw, piece.token_end - piece.token_start, start, stop)
     codec_id, payload = encode(codec, rows, item_bytes)
-    return Encoded(cut, rows.nbytes, piece_digest(rows.data), codec_id, payload)
+    return Encoded(cut, rows.nbytes, piece_digest(rows.data), codec_id, payload, cached)
 
 
 def _engine_error(end: PrefillEnd) -> PrfaasError:

@@ -319,6 +319,7 @@ class ScriptedEngine:
                             high,
                             offset,
                             raw.nbytes,
+                            cached=span.end <= script.cached_tokens,
                         )
                     )
                     records += 1

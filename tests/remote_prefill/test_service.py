@@ -129,7 +129,7 @@ class Client:
 async def test_a_session_brings_exactly_what_the_engine_computed(
     prefill_site: Any, tokens: Any, send_from: int, ranks: Any
 ) -> None:
-    site = await prefill_site(engine={"ranks": ranks, "script": PrefillScript(cached_tokens=4)})
+    site = await prefill_site(engine={"ranks": ranks, "script": PrefillScript(cached_tokens=8)})
     client = await Client(site, tokens(21), send_from=send_from, salt="s").run()
     assert client.machine.state is ReceiveState.COMPLETE
     assert client.staged_is_right(site.engine)
@@ -137,7 +137,9 @@ async def test_a_session_brings_exactly_what_the_engine_computed(
     assert (start.send_from, start.salt, start.use_cache, start.epoch) == (send_from, "s", True, 1)
     assert (prompt == client.tokens).all()
     report = client.machine.seal.report
-    assert (report.cached_tokens, report.computed_tokens) == (4, 17)
+    assert (report.cached_tokens, report.computed_tokens) == (8, 13)
+    kv = [f for f in client.frames if f.type is FrameType.KV]
+    assert all(bool(f.flags & FrameFlag.CACHED) == (f.token_end <= 8) for f in kv)
     assert report.last_layer_s > 0
     await site.clean()
 
