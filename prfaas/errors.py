@@ -79,6 +79,14 @@ class Unauthorized(PrfaasError):
     grpc_code = "UNAUTHENTICATED"
 
 
+class Forbidden(PrfaasError):
+    """The caller is known, but may not have this; `param` names what."""
+
+    kind = "permission_error"
+    http_status = 403
+    grpc_code = "PERMISSION_DENIED"
+
+
 class Overloaded(PrfaasError):
     """A bounded queue is full here; try again after `retry_after_s`."""
 

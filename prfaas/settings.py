@@ -46,10 +46,29 @@ class TlsSettings(Section):
     @field_validator("peers")
     @classmethod
     def _names_that_tell_peers_apart(cls, peers: tuple[str, ...]) -> tuple[str, ...]:
-        for peer in peers:
-            if not peer or peer.lower() == "localhost" or "*" in peer or _is_address(peer):
-                raise ValueError(f"{peer!r} identifies nobody; give a DNS or URI name")
-        return tuple(peer if ":" in peer else peer.lower() for peer in peers)
+        return tuple(map(_identity, peers))
+
+
+class AuthorisedClient(Section):
+    """A client that may open sessions at P, and for what; `*` stands for all."""
+
+    identity: str = Field(description="DNS or URI name in its certificate.")
+    models: tuple[str, ...] = Field(
+        ("*",), min_length=1, description="Models it may have prefilled."
+    )
+    tenants: tuple[str, ...] = Field(
+        ("*",),
+        min_length=1,
+        description="Tenants it may act for; the empty name: none in particular.",
+    )
+    max_sessions: int | None = Field(
+        None, gt=0, description="Sessions it may have open; none: limits.agent_max_sessions."
+    )
+
+    @field_validator("identity")
+    @classmethod
+    def _a_name_that_tells_it_apart(cls, identity: str) -> str:
+        return _identity(identity)
 
 
 class PolicySettings(Section):
@@ -77,6 +96,9 @@ class EngineEndpoint(Section):
     agent: str | None = Field(
         None, description="Watch address `host:port` of its agent; none: never offloads."
     )
+    tls_name: str | None = Field(
+        None, description="Name its certificate must carry; none: the host of `agent`."
+    )
 
 
 class PeerEndpoint(Section):
@@ -85,6 +107,9 @@ class PeerEndpoint(Section):
     peer: str = Field(description="Peer (prefill cluster) name.")
     instance: str = Field(description="Instance name within the peer.")
     watch: str = Field(description="Watch address `host:port` of the instance's agent.")
+    tls_name: str | None = Field(
+        None, description="Name its certificate must carry; none: the host of `watch`."
+    )
     link_class: Literal["lan", "wan"] = Field("wan", description="Class of the link to it.")
 
 
@@ -126,6 +151,7 @@ class GatewaySettings(Section):
         description="Compare with the engine's /tokenize every so many requests; 0: start only.",
     )
     transfer_ttl_s: float = Field(30.0, gt=0, description="Life of signed transfer parameters.")
+    tls: TlsSettings | None = Field(None, description="Mutual TLS of Watch; none: loopback only.")
 
 
 class EngineSettings(Section):
@@ -175,6 +201,9 @@ class InstanceAddress(Section):
 
     name: str = Field(description="Instance name.")
     address: str = Field(description="`host:port` of its prefill service.")
+    tls_name: str | None = Field(
+        None, description="Name its certificate must carry; none: the host of `address`."
+    )
 
 
 class AgentPeer(Section):
@@ -191,8 +220,14 @@ class AgentSettings(Section):
 
     name: str = Field("agent", description="Name of this agent.")
     socket: Path = Field(Path("/tmp/prfaas-agent.sock"), description="KvPort unix socket.")
-    host: str = Field("127.0.0.1", description="Watch listen address.")
+    host: str = Field("127.0.0.1", description="Watch listen address; loopback only without TLS.")
     port: int = Field(8101, ge=0, le=65535, description="Watch listen port; 0 picks one.")
+    tls: TlsSettings | None = Field(
+        None, description="Mutual TLS of Watch and of the channels to P; none: loopback only."
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", description="Prometheus listen address; plain HTTP that asks for nothing."
+    )
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0: none.")
     ring_bytes: int = Field(64 << 20, gt=0, description="Shared memory for KV leaving the engine.")
     staging_bytes: int = Field(
@@ -230,6 +265,12 @@ class PrefillSettings(Section):
     socket: Path = Field(Path("/tmp/prfaas-prefill.sock"), description="KvPort unix socket.")
     host: str = Field("127.0.0.1", description="Listen address; loopback only without TLS.")
     port: int = Field(8201, ge=0, le=65535, description="Listen port; 0 picks one.")
+    tls: TlsSettings | None = Field(
+        None, description="Mutual TLS of the service; none: loopback only."
+    )
+    metrics_host: str = Field(
+        "127.0.0.1", description="Prometheus listen address; plain HTTP that asks for nothing."
+    )
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0: none.")
     ring_bytes: int = Field(64 << 20, gt=0, description="Shared memory for KV leaving the engine.")
     retention_bytes: int = Field(
@@ -237,6 +278,9 @@ class PrefillSettings(Section):
     )
     codec_threads: int = Field(1, ge=1, description="Threads that encode.")
     zstd_level: int = Field(1, ge=1, le=19, description="Level of the lossless codec.")
+    authorised: tuple[AuthorisedClient, ...] = Field(
+        (), description="Clients that may open sessions; needed with TLS, where nobody else may."
+    )
 
 
 class Settings(BaseSettings):
@@ -296,6 +340,12 @@ def validation_message(exc: ValidationError, prefix: str = "") -> str:
         f"{'.'.join(str(part) for part in (*start, *error['loc']))}: {error['msg']}"
         for error in exc.errors()
     )
+
+
+def _identity(name: str) -> str:
+    if not name or name.lower() == "localhost" or "*" in name or _is_address(name):
+        raise ValueError(f"{name!r} identifies nobody; give a DNS or URI name")
+    return name if ":" in name else name.lower()
 
 
 def _is_address(text: str) -> bool:

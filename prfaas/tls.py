@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections import Counter
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+)
+from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
@@ -13,7 +21,7 @@ import grpc
 import grpc.aio
 
 from prfaas.clock import SYSTEM_CLOCK, Clock
-from prfaas.errors import ConfigError, Unauthorized
+from prfaas.errors import ConfigError, Overloaded, PrfaasError, Unauthorized
 from prfaas.rpc.status import status_of
 from prfaas.settings import TlsSettings
 from prfaas.tls_files import TlsFiles, TlsMaterial, certificate_names, parse_certificates
@@ -88,10 +96,16 @@ def peer_identity(
 
 
 class PeerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Lets no RPC of any service through whose caller `peer_identity` refuses."""
+    """Lets no RPC of any service through whose caller `peer_identity` refuses, and of one caller
+    no more than `max_rpcs_each` at once. Nothing to close.
+    """
 
-    def __init__(self, allowed: Iterable[str], *, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, allowed: Iterable[str], *, max_rpcs_each: int, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._allowed = frozenset(allowed)
+        self._max_rpcs_each = max_rpcs_each
+        self._running: Counter[str] = Counter()
         self._clock = clock
 
     async def intercept_service(
@@ -123,30 +137,46 @@ class PeerGate(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
     def _single(self, serve: Callable[..., Any], method: str) -> Callable[..., Awaitable[Any]]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext) -> Any:
-            await self._check(context, method)
-            return await serve(request, context)
+            async with self._admitted(context, method):
+                return await serve(request, context)
 
         return guarded
 
     def _streaming(self, serve: Callable[..., Any], method: str) -> Callable[..., Awaitable[None]]:
         async def guarded(request: Any, context: grpc.aio.ServicerContext) -> None:
-            await self._check(context, method)
-            answer = serve(request, context)
-            if isinstance(answer, AsyncGenerator):
-                async with aclosing(answer):
-                    async for message in answer:
-                        await context.write(message)
-            else:
-                await answer
+            async with self._admitted(context, method):
+                answer = serve(request, context)
+                if isinstance(answer, AsyncGenerator):
+                    async with aclosing(answer):
+                        async for message in answer:
+                            await context.write(message)
+                else:
+                    await answer
 
         return guarded
 
-    async def _check(self, context: grpc.aio.ServicerContext, method: str) -> None:
+    @asynccontextmanager
+    async def _admitted(
+        self, context: grpc.aio.ServicerContext, method: str
+    ) -> AsyncIterator[None]:
         try:
-            peer_identity(context, self._allowed, clock=self._clock)
-        except Unauthorized as exc:
+            name = self._admit(context)
+        except PrfaasError as exc:
             log.warning("refused %s from %s: %s", method, context.peer(), exc.message)
             await context.abort(*status_of(exc))
+        try:
+            yield
+        finally:
+            self._running[name] -= 1
+            if not self._running[name]:
+                del self._running[name]
+
+    def _admit(self, context: AuthContext) -> str:
+        name = peer_identity(context, self._allowed, clock=self._clock)
+        if self._running[name] >= self._max_rpcs_each:
+            raise Overloaded(f"{name} has {self._running[name]} RPCs running already")
+        self._running[name] += 1
+        return name
 
 
 def require_tls_or_loopback(host: str, tls: TlsSettings | None, what: str) -> None:

@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import grpc.aio
 
+from prfaas.dialling import open_files
 from prfaas.kvport import PortServer
 from prfaas.settings import Settings
+from prfaas.tls import require_tls_or_loopback
 from remote_prefill.decode_agent import DecodeAgent
 from remote_prefill.lifecycle import stop_signals
 from remote_prefill.metrics import metrics_server
 from remote_prefill.standard_services import HealthReporter, add_reflection
 from remote_prefill.telemetry_service import TELEMETRY, TelemetryService
-from remote_prefill.transport import bind, require_loopback, server_options
+from remote_prefill.transport import WATCH_REQUEST_BYTES, bind, gates, server_options
 
 log = logging.getLogger(__name__)
 
@@ -27,9 +29,10 @@ class AgentServer:
 
     def __init__(self, settings: Settings) -> None:
         mine, limits = settings.agent, settings.limits
-        require_loopback(mine.host, "agent.host")
+        require_tls_or_loopback(mine.host, mine.tls, "agent.host")
+        self._files = open_files(mine.tls, "both", "agent.tls")
         self._settings = mine
-        self.agent = agent = DecodeAgent(settings)
+        self.agent = agent = DecodeAgent(settings, tls=self._files)
         self._port_server = PortServer(
             mine.socket,
             agent_name=mine.name,
@@ -39,14 +42,18 @@ class AgentServer:
             max_queue=limits.port_send_queue,
             on_engine=agent.on_engine,
         )
-        self._server = grpc.aio.server(options=server_options(), maximum_concurrent_rpcs=MAX_RPCS)
+        self._server = grpc.aio.server(
+            interceptors=gates(mine.tls, MAX_RPCS),
+            options=server_options(WATCH_REQUEST_BYTES),
+            maximum_concurrent_rpcs=MAX_RPCS,
+        )
         self._server.add_generic_rpc_handlers((TelemetryService(agent.feed).handler(),))
         self._health = HealthReporter(self._server, TELEMETRY, lambda: agent.serving)
         add_reflection(self._server, TELEMETRY)
 
     async def start(self) -> int:
         """Listen; the gRPC port. Raises ConfigError where an address is taken."""
-        port = bind(self._server, self._settings.host, self._settings.port)
+        port = bind(self._server, self._settings.host, self._settings.port, self._files)
         await self._port_server.start()
         await self._server.start()
         await self._health.start()
@@ -67,7 +74,7 @@ async def serve(settings: Settings, ready: Callable[[int], None] | None = None) 
     agent, mine = server.agent, settings.agent
     with (
         stop_signals() as signals,
-        metrics_server(mine.host, mine.metrics_port, agent.metrics.registry),
+        metrics_server(mine.metrics_host, mine.metrics_port, agent.metrics.registry),
     ):
         try:
             port = await server.start()

@@ -12,6 +12,7 @@ from prfaas.kvport import EngineConn
 from prfaas.limits import Limits
 from prfaas.placement import StagingMap
 from prfaas.settings import AgentSettings
+from prfaas.tls_files import TlsFiles
 from remote_prefill.exports import ExportHub
 from remote_prefill.metrics import AgentMetrics
 
@@ -36,3 +37,5 @@ class LinkOptions:
     executor: Executor
     metrics: AgentMetrics
     clock: Clock
+    tls: TlsFiles | None = None
+    """Shown to every instance; None: plain text, on loopback only."""

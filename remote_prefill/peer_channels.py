@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator
 
 import grpc
 import grpc.aio
 
 from prfaas.clock import Clock
+from prfaas.dialling import Endpoint
 from prfaas.errors import PeerUnavailable, PrefillTimeout, ProtocolError
 from prfaas.limits import Limits
 from prfaas.rpc import convert
@@ -20,63 +22,137 @@ from remote_prefill.link_meter import LinkMeter
 from remote_prefill.receiver import Stream
 from remote_prefill.transport import SERVICE, TRANSFER, open_channel
 
+log = logging.getLogger(__name__)
+
 _READY = grpc.ChannelConnectivity.READY
 _FAILED = grpc.ChannelConnectivity.TRANSIENT_FAILURE
+
+
+class ChannelSet:
+    """Owns the channels that were opened under one version of the certificates; `close` ends them.
+
+    Once `retire` was called they close by themselves, when their last stream has ended.
+    """
+
+    def __init__(self, endpoint: Endpoint, count: int) -> None:
+        self.version = endpoint.version()
+        self.control = open_channel(endpoint)
+        self.data = [open_channel(endpoint) for _ in range(count)]
+        self.loads = [0] * count
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def connect(self, name: str, limit_s: float) -> None:
+        """Have every connection up. Raises PeerUnavailable, at once where nobody listens."""
+        try:
+            async with asyncio.timeout(limit_s):
+                channels = (self.control, *self.data)
+                for channel in channels:
+                    channel.get_state(try_to_connect=True)  # all at the same time
+                for channel in channels:
+                    while (state := channel.get_state(try_to_connect=True)) is not _READY:
+                        if state is _FAILED:
+                            raise PeerUnavailable(f"{name}: cannot connect")
+                        await channel.wait_for_state_change(state)
+        except TimeoutError:
+            raise PeerUnavailable(f"{name}: no connection in time") from None
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[Stream]:
+        """A Transfer stream on the data channel with the fewest."""
+        index = self.loads.index(min(self.loads))
+        self.loads[index] += 1
+        self._idle.clear()
+        try:
+            yield self.data[index].stream_stream(TRANSFER)()
+        finally:
+            self.loads[index] -= 1
+            if not any(self.loads):
+                self._idle.set()
+
+    async def close(self, grace_s: float | None = None) -> None:
+        await asyncio.gather(*(each.close(grace_s) for each in (self.control, *self.data)))
+
+    async def retire(self, grace_s: float) -> None:
+        """Close once no stream is open; `grace_s` is for control RPCs under way."""
+        await self._idle.wait()
+        await self.close(grace_s)
 
 
 class PeerChannels:
     """Owns one control channel and some data channels, each a connection of its own, kept warm.
 
-    `close` ends them. All failures are PrfaasError.
+    `renew` opens them anew when the certificates have changed. `close` ends them. All failures are
+    PrfaasError.
     """
 
-    def __init__(self, name: str, address: str, count: int, limits: Limits, clock: Clock) -> None:
+    def __init__(
+        self, name: str, endpoint: Endpoint, count: int, limits: Limits, clock: Clock
+    ) -> None:
         self.name = name
+        self._endpoint = endpoint
+        self._count = count
         self._limits = limits
         self._clock = clock
-        self._control = open_channel(address)
-        self._data = [open_channel(address) for _ in range(count)]
-        self._loads = [0] * count
-        self._handshake = self._control.unary_unary(
-            f"/{SERVICE}/Handshake",
-            pb.HandshakeRequest.SerializeToString,
-            pb.HandshakeReply.FromString,
-        )
-        self._cancel = self._control.unary_unary(
-            f"/{SERVICE}/Cancel", pb.CancelRequest.SerializeToString, pb.CancelReply.FromString
-        )
+        self._set = ChannelSet(endpoint, count)
+        self._retiring: set[asyncio.Task[None]] = set()
+        self._unusable = ""
+        """Version of certificates with which there was no connection, so that it is told once."""
 
     @property
     def loads(self) -> tuple[int, ...]:
         """Open streams of each data channel."""
-        return tuple(self._loads)
+        return tuple(self._set.loads)
 
     async def close(self) -> None:
-        for channel in (self._control, *self._data):
-            await channel.close()
+        for task in self._retiring:
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await self._set.close()
 
     async def connect(self) -> None:
-        """Have every connection up. Raises PeerUnavailable, at once where nobody listens."""
-        try:
-            async with asyncio.timeout(self._limits.connect_timeout_s):
-                channels = (self._control, *self._data)
-                for channel in channels:
-                    channel.get_state(try_to_connect=True)  # all at the same time
-                for channel in channels:
-                    await self._up(channel)
-        except TimeoutError:
-            raise PeerUnavailable(f"{self.name}: no connection in time") from None
+        """Have every connection up, with the certificates of now. Raises PeerUnavailable."""
+        if self._endpoint.version() != self._set.version:
+            self._replace(ChannelSet(self._endpoint, self._count))
+        await self._set.connect(self.name, self._limits.connect_timeout_s)
 
-    async def _up(self, channel: grpc.aio.Channel) -> None:
-        while (state := channel.get_state(try_to_connect=True)) is not _READY:
-            if state is _FAILED:
-                raise PeerUnavailable(f"{self.name}: cannot connect")
-            await channel.wait_for_state_change(state)
+    async def renew(self) -> None:
+        """Where certificates have changed, connect with them and use those channels from then on.
+
+        Streams under way end on the old ones, which also stay where the new ones do not connect.
+        """
+        version = self._endpoint.version()
+        if version == self._set.version:
+            return
+        fresh = ChannelSet(self._endpoint, self._count)
+        try:
+            await fresh.connect(self.name, self._limits.connect_timeout_s)
+        except BaseException as exc:
+            await fresh.close()
+            if not isinstance(exc, PeerUnavailable):
+                raise
+            if self._unusable != version:
+                log.warning("%s: no connection with the new certificates", self.name)
+            self._unusable = version
+            return
+        self._replace(fresh)
+        log.info("%s: connected anew with the certificates %s", self.name, version[:8])
+
+    def _replace(self, fresh: ChannelSet) -> None:
+        old, self._set = self._set, fresh
+        task = asyncio.create_task(old.retire(self._limits.control_timeout_s))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
 
     async def handshake(self, mine: Handshake) -> Handshake:
         """The other side's. Raises what it refused with."""
         try:
-            reply = await self._handshake(
+            shake = self._set.control.unary_unary(
+                f"/{SERVICE}/Handshake",
+                pb.HandshakeRequest.SerializeToString,
+                pb.HandshakeReply.FromString,
+            )
+            reply = await shake(
                 convert.handshake_request(mine), timeout=self._limits.control_timeout_s
             )
         except grpc.RpcError as exc:
@@ -89,13 +165,13 @@ class PeerChannels:
     async def ping(self, meter: LinkMeter) -> str:
         """One round trip on the control channel, measured; the engine's epoch (empty: none)."""
         sent_s = self._clock.now()
-        _, last = await self._ping(self._control, 0)
+        _, last = await self._ping(self._set.control, 0)
         meter.ping(sent_s, last.server_s)
         return last.engine_epoch
 
     async def burst(self, nbytes: int, meter: LinkMeter) -> None:
         """`nbytes` of padding on a data channel, measured."""
-        arrivals, _ = await self._ping(self._data[0], nbytes)
+        arrivals, _ = await self._ping(self._set.data[0], nbytes)
         half = next((i for i, (_, total) in enumerate(arrivals) if total * 2 >= nbytes), None)
         if half is not None and half + 1 < len(arrivals):
             (start_s, before), (end_s, total) = arrivals[half], arrivals[-1]
@@ -103,20 +179,17 @@ class PeerChannels:
 
     async def cancel(self, session: int) -> None:
         """End a session whose stream may be broken; the lease ends it where this fails."""
+        cancel = self._set.control.unary_unary(
+            f"/{SERVICE}/Cancel", pb.CancelRequest.SerializeToString, pb.CancelReply.FromString
+        )
         with contextlib.suppress(grpc.RpcError):
-            await self._cancel(
+            await cancel(
                 pb.CancelRequest(sessions=[session]), timeout=self._limits.control_timeout_s
             )
 
-    @contextlib.contextmanager
-    def stream(self) -> Iterator[Stream]:
+    def stream(self) -> contextlib.AbstractContextManager[Stream]:
         """A Transfer stream on the data channel with the fewest."""
-        index = self._loads.index(min(self._loads))
-        self._loads[index] += 1
-        try:
-            yield self._data[index].stream_stream(TRANSFER)()
-        finally:
-            self._loads[index] -= 1
+        return self._set.stream()
 
     async def _ping(
         self, channel: grpc.aio.Channel, nbytes: int

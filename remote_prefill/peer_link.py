@@ -12,13 +12,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from prfaas.clock import Deadline
+from prfaas.dialling import checked_endpoint
 from prfaas.errors import EngineUnavailable, PeerUnavailable, PrfaasError
 from prfaas.placement import StagingMap
 from prfaas.session_messages import Handshake, SessionOpen
 from prfaas.sessions import ReceiveSession
 from prfaas.settings import AgentPeer, InstanceAddress
 from prfaas.telemetry import LinkInfo
-from prfaas.tls_files import TlsFiles
 from remote_prefill.identity import handshake_of
 from remote_prefill.link_meter import LinkMeter
 from remote_prefill.link_options import LinkOptions, LocalEngine

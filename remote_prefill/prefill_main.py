@@ -7,15 +7,17 @@ from collections.abc import Callable
 
 import grpc.aio
 
+from prfaas.dialling import open_files
 from prfaas.kvport import PortServer
 from prfaas.settings import Settings
+from prfaas.tls import require_tls_or_loopback
 from remote_prefill.lifecycle import stop_signals
 from remote_prefill.metrics import metrics_server
 from remote_prefill.prefill_agent import PrefillAgent
 from remote_prefill.service import PrefillService
 from remote_prefill.standard_services import HealthReporter, add_reflection
 from remote_prefill.telemetry_service import TELEMETRY, TelemetryService
-from remote_prefill.transport import SERVICE, bind, require_loopback, server_options
+from remote_prefill.transport import SERVICE, bind, control_bytes, gates, server_options
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +32,8 @@ class PrefillServer:
 
     def __init__(self, settings: Settings) -> None:
         mine, limits = settings.prefill, settings.limits
-        require_loopback(mine.host, "prefill.host")
+        require_tls_or_loopback(mine.host, mine.tls, "prefill.host")
+        self._files = open_files(mine.tls, "server", "prefill.tls")
         self._settings = mine
         self.agent = agent = PrefillAgent(mine, limits)
         self._port_server = PortServer(
@@ -41,9 +44,11 @@ class PrefillServer:
             max_queue=limits.port_send_queue,
             on_engine=agent.on_engine,
         )
+        most = limits.agent_max_sessions + SPARE_RPCS
         self._server = grpc.aio.server(
-            options=server_options(),
-            maximum_concurrent_rpcs=limits.agent_max_sessions + SPARE_RPCS,
+            interceptors=gates(mine.tls, most),
+            options=server_options(control_bytes(limits)),
+            maximum_concurrent_rpcs=most,
         )
         self._server.add_generic_rpc_handlers(
             (PrefillService(agent).handler(), TelemetryService(agent.feed).handler())
@@ -53,7 +58,7 @@ class PrefillServer:
 
     async def start(self) -> int:
         """Listen; the gRPC port. Raises ConfigError where an address is taken."""
-        port = bind(self._server, self._settings.host, self._settings.port)
+        port = bind(self._server, self._settings.host, self._settings.port, self._files)
         await self._port_server.start()
         await self._server.start()
         await self._health.start()
@@ -75,7 +80,7 @@ async def serve(settings: Settings, ready: Callable[[int], None] | None = None) 
     agent, mine = server.agent, settings.prefill
     with (
         stop_signals() as signals,
-        metrics_server(mine.host, mine.metrics_port, agent.metrics.registry),
+        metrics_server(mine.metrics_host, mine.metrics_port, agent.metrics.registry),
     ):
         try:
             port = await server.start()

@@ -1,13 +1,16 @@
-"""gRPC servers and channels as KV needs them: message sizes, keepalive, no proxies, loopback."""
+"""gRPC servers and channels as KV needs them: message sizes, keepalive, TLS, no proxies."""
 
 from __future__ import annotations
 
-import ipaddress
-
 import grpc.aio
 
+from prfaas.dialling import Endpoint
 from prfaas.errors import ConfigError
 from prfaas.frames import DEFAULT_FRAME_LIMITS, HEADER_BYTES
+from prfaas.limits import Limits
+from prfaas.settings import TlsSettings
+from prfaas.tls import PeerGate, server_credentials
+from prfaas.tls_files import TlsFiles
 
 MAX_MESSAGE_BYTES = (
     max(DEFAULT_FRAME_LIMITS.max_payload_bytes, DEFAULT_FRAME_LIMITS.max_control_bytes)
@@ -15,6 +18,13 @@ MAX_MESSAGE_BYTES = (
 )
 KEEPALIVE_S = 5.0
 """A dead connection is noticed within twice this, also where no session runs."""
+MAX_METADATA_BYTES = 8 << 10
+"""Our own RPCs carry none up, and one typed error down."""
+HANDSHAKE_TIMEOUT_S = 10.0
+"""A connection that has not said anything sensible by then is closed."""
+WATCH_REQUEST_BYTES = 64 << 10
+"""The largest message that may come in where only watchers and health checks call."""
+_CONTROL_BYTES = 64 << 10
 _NEVER_MS = (1 << 31) - 1
 
 SERVICE = "prfaas.rpc.v1.Prefill"
@@ -23,10 +33,14 @@ TRANSFER = f"/{SERVICE}/Transfer"
 Options = list[tuple[str, int]]
 
 
-def server_options() -> Options:
+def server_options(receive_bytes: int) -> Options:
+    """Of a server whose clients may send messages of so many bytes."""
     return [
-        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_receive_message_length", receive_bytes),
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.so_reuseport", 0),
         # Clients ping idle connections on purpose; do not punish them for it.
         ("grpc.http2.min_ping_interval_without_data_ms", int(KEEPALIVE_S * 500)),
@@ -34,6 +48,11 @@ def server_options() -> Options:
         ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
     ]
+
+
+def control_bytes(limits: Limits) -> int:
+    """The largest message that may come in at P: OPEN with the longest prompt."""
+    return 4 * limits.max_prompt_tokens + _CONTROL_BYTES
 
 
 def channel_options() -> Options:
@@ -55,33 +74,32 @@ def channel_options() -> Options:
     ]
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port`; the caller closes it."""
-    return grpc.aio.insecure_channel(address, options=channel_options())
+def open_channel(endpoint: Endpoint) -> grpc.aio.Channel:
+    """A channel for KV and its control; the caller closes it."""
+    return endpoint.open(channel_options())
 
 
-def require_loopback(host: str, key: str) -> None:
-    """Raise ConfigError unless `host` is loopback: without TLS nothing may listen elsewhere."""
-    if host == "localhost":
-        return
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(
-            f"{key}: {host!r} is not a loopback address; this version has no TLS, so its ports "
-            "bind loopback only"
-        )
+def bind(server: grpc.aio.Server, host: str, port: int, files: TlsFiles | None = None) -> int:
+    """Bind, with mutual TLS where there are certificates, and return the port.
 
-
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
-    """Bind and return the port. Raises ConfigError where it is taken."""
+    Raises ConfigError where it is taken.
+    """
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        bound = server.add_insecure_port(where)
+        if files is None:
+            bound = server.add_insecure_port(where)
+        else:
+            bound = server.add_secure_port(where, server_credentials(files))
     except RuntimeError as exc:
         raise ConfigError(f"cannot listen on {where}: {exc}") from exc
     if not bound:
         raise ConfigError(f"cannot listen on {where}")
     return int(bound)
+
+
+def gates(tls: TlsSettings | None, max_rpcs: int) -> list[grpc.aio.ServerInterceptor]:
+    """What stands before every RPC of a server that takes `max_rpcs` at once.
+
+    One client gets at most three quarters of them, so that it cannot keep all others out.
+    """
+    return [PeerGate(tls.peers, max_rpcs_each=max_rpcs * 3 // 4)] if tls is not None else []

@@ -83,7 +83,8 @@ async def serving(
     settings: TlsSettings, echo: Echo | None = None, **gate: Any
 ) -> AsyncIterator[int]:
     server = grpc.aio.server(
-        interceptors=[PeerGate(settings.peers, **gate)], options=[("grpc.so_reuseport", 0)]
+        interceptors=[PeerGate(settings.peers, **{"max_rpcs_each": 100, **gate})],
+        options=[("grpc.so_reuseport", 0)],
     )
     server.add_generic_rpc_handlers(((echo or Echo()).handlers(),))
     port = server.add_secure_port("127.0.0.1:0", server_credentials(TlsFiles(settings, "server")))

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from prfaas.dialling import Endpoint
 from prfaas.settings import Settings
 from prfaas.snapshot import Outcome
 from prfaas.testing.scripted_port import ScriptedEngine
@@ -34,7 +35,7 @@ class PrefillSite:
         self.port = port
         self.socket = socket
         self.engine: ScriptedEngine | None = None
-        self.channel: grpc.aio.Channel = open_channel(f"127.0.0.1:{port}")
+        self.channel: grpc.aio.Channel = open_channel(Endpoint(f"127.0.0.1:{port}"))
 
     def assert_clean(self) -> None:
         """Every count is back where it began."""
@@ -111,7 +112,7 @@ class DecodeSite:
         self.port = port
         self.socket = socket
         self.engine: ScriptedEngine | None = None
-        self.channel: grpc.aio.Channel = open_channel(f"127.0.0.1:{port}")
+        self.channel: grpc.aio.Channel = open_channel(Endpoint(f"127.0.0.1:{port}"))
         self._ids = itertools.count(1)
 
     def params(self, *plan: str, key: bytes = KEY, **changes: Any) -> dict[str, Any]:

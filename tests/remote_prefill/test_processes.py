@@ -193,9 +193,10 @@ async def test_a_host_that_is_not_loopback_stops_the_start_with_a_reason(tmp_pat
 
 async def test_nobody_there_is_peer_unavailable_at_once() -> None:
     from prfaas.clock import SYSTEM_CLOCK
+    from prfaas.dialling import Endpoint
     from prfaas.limits import Limits
 
-    channels = PeerChannels("fra/p0", "127.0.0.1:1", 2, Limits(), SYSTEM_CLOCK)
+    channels = PeerChannels("fra/p0", Endpoint("127.0.0.1:1"), 2, Limits(), SYSTEM_CLOCK)
     try:
         with pytest.raises(PeerUnavailable, match="cannot connect"):
             await asyncio.wait_for(channels.connect(), 1)

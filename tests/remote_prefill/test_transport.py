@@ -1,4 +1,4 @@
-"""Without TLS nothing listens beyond loopback, and a taken port is a ConfigError."""
+"""Messages fit what may come, and a taken port is a ConfigError."""
 
 from __future__ import annotations
 
@@ -9,35 +9,31 @@ import pytest
 
 from prfaas.errors import ConfigError
 from prfaas.frames import DEFAULT_FRAME_LIMITS
+from prfaas.limits import Limits
 from remote_prefill.transport import (
+    WATCH_REQUEST_BYTES,
     bind,
     channel_options,
-    require_loopback,
+    control_bytes,
     server_options,
 )
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
-def test_loopback_is_allowed(host: str) -> None:
-    require_loopback(host, "prefill.host")
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org", ""])
-def test_anything_else_is_refused_and_says_why(host: str) -> None:
-    with pytest.raises(ConfigError, match=r"prefill\.host: .* no TLS"):
-        require_loopback(host, "prefill.host")
-
-
 def test_messages_hold_the_largest_frame() -> None:
-    for options in (server_options(), channel_options()):
-        most = dict(options)["grpc.max_receive_message_length"]
-        assert most > DEFAULT_FRAME_LIMITS.max_payload_bytes
+    most = dict(channel_options())["grpc.max_receive_message_length"]
+    assert most > DEFAULT_FRAME_LIMITS.max_payload_bytes
+
+
+def test_p_takes_the_longest_prompt_and_hardly_more() -> None:
+    limits = Limits(max_prompt_tokens=1000)
+    most = dict(server_options(control_bytes(limits)))["grpc.max_receive_message_length"]
+    assert 4000 < most < 4000 + (128 << 10)
 
 
 async def test_a_port_that_is_taken_is_a_config_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        server = grpc.aio.server(options=server_options())
+        server = grpc.aio.server(options=server_options(WATCH_REQUEST_BYTES))
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             bind(server, "127.0.0.1", port)
         assert bind(server, "127.0.0.1", 0) > 0
