@@ -33,7 +33,7 @@ class Dispatcher:
         self._budget = budget
         self._clock = clock
 
-    def dispatch(self, record: RequestRecord, salt: str) -> TransferParams | None:
+    def dispatch(self, record: RequestRecord, salt: str, tenant: str = "") -> TransferParams | None:
         """Account for a decided request; the parameters for D's agent where it is to be offloaded.
 
         Raises PrefillUnavailable where the policy insists on remote, no instance can take the
@@ -56,7 +56,7 @@ class Dispatcher:
         record.transfer_id = record.key
         record.on_failure = self._on_failure(record.key, decision)
         self._count_sent(record.key, decision, snapshot)
-        return sign(self._params(record, decision, salt), self._key)
+        return sign(self._params(record, decision, salt, tenant), self._key)
 
     def relayed(self, record: RequestRecord, params: TransferParams) -> None:
         """A trusted client decided and signed itself: only the books are kept."""
@@ -76,7 +76,9 @@ class Dispatcher:
         granted = self._budget.grant(transfer_id, decision.uncached_tokens)
         return "local" if granted else "reject"
 
-    def _params(self, record: RequestRecord, decision: Decision, salt: str) -> TransferParams:
+    def _params(
+        self, record: RequestRecord, decision: Decision, salt: str, tenant: str
+    ) -> TransferParams:
         return TransferParams(
             version=PARAMS_VERSION,
             transfer_id=record.transfer_id,
@@ -86,6 +88,7 @@ class Dispatcher:
             deadline_s=min(self._limits.transfer_timeout_s, self._limits.request_timeout_s),
             salt=salt,
             expires=self._clock.wall() + self._settings.transfer_ttl_s,
+            tenant=tenant,
         )
 
     def _count_sent(self, key: str, decision: Decision, snapshot: Snapshot) -> None:

@@ -137,7 +137,8 @@ class Generation:
         parsed = parse(inbound.api, inbound.body)
         self._check_model(parsed)
         record.body_bytes, record.stream = parsed.body_bytes, parsed.stream
-        salt = cache_salt(self._cache_secret, "", parsed.cache_salt or inbound.salt_header)
+        tenant = ""  # this version tells no clients apart
+        salt = cache_salt(self._cache_secret, tenant, parsed.cache_salt or inbound.salt_header)
 
         # 2. Template, tokenise and hash, unless it cannot be worth it.
         prompt = await self._prompt(parsed, salt)
@@ -155,7 +156,7 @@ class Generation:
             self._dispatcher.relayed(record, client_params)
             body = inbound.body
         else:
-            params = self._dispatcher.dispatch(record, salt)
+            params = self._dispatcher.dispatch(record, salt, tenant)
             body = rewrite(parsed, params.to_dict() if params else None, salt or None)
         self._note_dispatch(record)
         headers = self._headers(inbound)

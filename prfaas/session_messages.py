@@ -53,6 +53,8 @@ class SessionOpen:
     engine_epoch: str
     """Of the engine the sender shook hands with."""
     hold_until_sealed: bool = False
+    tenant: str = ""
+    """For whom, as the gateway signed it; empty: nobody in particular."""
 
     @property
     def token_count(self) -> int:

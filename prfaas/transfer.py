@@ -42,6 +42,8 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_s: float
     salt: str
     expires: float
+    tenant: str = ""
+    """For whom, as the gateway knows its clients; empty: nobody in particular."""
     mac: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -60,7 +62,7 @@ def parse(data: Mapping[str, Any]) -> TransferParams:
     """
     try:
         params = msgspec.convert(data, TransferParams)
-    except msgspec.ValidationError as exc:
+    except (msgspec.ValidationError, UnicodeEncodeError, RecursionError) as exc:
         raise InvalidRequest(f"kv_transfer_params: {exc}", param="kv_transfer_params") from exc
     if params.version != PARAMS_VERSION:
         raise InvalidRequest(
@@ -77,7 +79,8 @@ def parse(data: Mapping[str, Any]) -> TransferParams:
 
 def verify(params: TransferParams, keys: Sequence[bytes], now: float) -> None:
     """Raise Unauthorized when no key made the mac, or it is past `expires` (Unix seconds)."""
-    if not any(hmac.compare_digest(_mac(params, key), params.mac) for key in keys):
+    mac = params.mac.encode(errors="surrogatepass")  # as text, only ASCII could be compared
+    if not any(hmac.compare_digest(_mac(params, key).encode(), mac) for key in keys):
         raise Unauthorized("kv_transfer_params: signature does not verify")
     if now > params.expires:
         raise Unauthorized("kv_transfer_params: expired")

@@ -194,6 +194,7 @@ class FetchJob:
                 lease_s=self._context.limits.lease_s,
                 engine_epoch=remote.engine_epoch,
                 hold_until_sealed=self._context.hold_until_sealed,
+                tenant=self.params.tenant,
             )
             await link.fetch(
                 request,

@@ -29,6 +29,18 @@ class PrefillMetrics:
         self.wire_bytes = Counter(
             "prfaas_prefill_wire_bytes", "KV bytes sent, with frame headers.", registry=registry
         )
+        self.client_sessions = Counter(
+            "prfaas_prefill_client_sessions",
+            "Sessions by client (empty without TLS), tenant as in the configuration, and end.",
+            ("client", "tenant", "status"),
+            registry=registry,
+        )
+        self.client_wire_bytes = Counter(
+            "prfaas_prefill_client_wire_bytes",
+            "KV bytes sent to a client for a tenant.",
+            ("client", "tenant"),
+            registry=registry,
+        )
         self.session_seconds = Histogram(
             "prfaas_prefill_session_seconds",
             "From OPEN to the end of a session.",

@@ -16,7 +16,8 @@ from prfaas.kvport import EngineConn
 from prfaas.layout import KvLayout
 from prfaas.ledger import Ledger, piece_digest
 from prfaas.placement import StagingMap
-from prfaas_connect.port.messages import PrefillEnd
+from prfaas.session_messages import SessionOpen
+from prfaas_connect.port.messages import Hello, PrefillEnd
 from remote_prefill.exports import ExportHub, RecordView
 
 PROBE_TOKENS = 64
@@ -26,6 +27,12 @@ def probe_tokens(vocab_size: int, max_tokens: int) -> npt.NDArray[np.int32]:
     """The fixed tokens for a vocabulary: spread over all of it, the same everywhere."""
     index = np.arange(1, min(PROBE_TOKENS, max_tokens) + 1, dtype=np.uint64)
     return ((index * np.uint64(2654435761)) % np.uint64(vocab_size)).astype(np.int32)
+
+
+def is_probe(request: SessionOpen, hello: Hello) -> bool:
+    """Whether a session asks for the probe's own KV and nothing else, on behalf of nobody."""
+    tokens = probe_tokens(hello.vocab_size, hello.max_tokens).astype("<i4").tobytes()
+    return request.tokens == tokens and not (request.use_cache or request.salt or request.tenant)
 
 
 def probe_map(layout: KvLayout, tokens: int) -> StagingMap:

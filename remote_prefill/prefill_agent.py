@@ -39,10 +39,12 @@ from prfaas_connect.port.messages import (
     Release,
     Stats,
 )
+from remote_prefill.access import Access, Client
 from remote_prefill.exports import ExportHub
 from remote_prefill.identity import handshake_of
 from remote_prefill.metrics import PrefillMetrics
 from remote_prefill.mirror import EngineMirror
+from remote_prefill.numeric_probe import is_probe
 from remote_prefill.retention import RetentionPool, Ticket
 from remote_prefill.sender import Sender, SenderOptions, Write
 from remote_prefill.watch import WatchFeed
@@ -59,6 +61,7 @@ class ServedSession:
     """One session from its admission to its end; its handler runs it until `stopped` is set."""
 
     machine: SendSession
+    client: Client
     ticket: Ticket
     hub: ExportHub
     lease_s: float
@@ -90,7 +93,9 @@ class PrefillAgent:
         self.feed = WatchFeed(f"{settings.peer}/{settings.instance}", limits)
         self.codecs = default_codecs(settings.zstd_level)
         self.draining = False
-        self.sessions: dict[int, ServedSession] = {}
+        self.access = Access(settings, limits)
+        self.sessions: dict[tuple[str, int], ServedSession] = {}
+        """By the client's identity and its number, so that nobody meets another's session."""
         self.retention = RetentionPool(settings.retention_bytes, limits.prefill_queue_sessions)
         self._executor = ThreadPoolExecutor(settings.codec_threads, "codec")
         self._mirror = EngineMirror(
@@ -170,30 +175,41 @@ class PrefillAgent:
             raise EngineUnavailable(f"{self.feed.agent}: {text}", retry_after_s=RETRY_AFTER_S)
         return conn, hub
 
-    def handshake(self, client: Handshake) -> Handshake:
-        """Our side. Raises IncompatibleLayout naming the field, EngineUnavailable."""
+    def handshake(self, theirs: Handshake, client: Client) -> Handshake:
+        """Our side. Raises IncompatibleLayout naming the field, Forbidden, EngineUnavailable."""
         conn, _ = self.require_engine()
+        client.require_model(conn.hello.model)
         mine = handshake_of(
             self.feed.agent, conn.hello, conn.layout, self.codecs, self.settings.instance
         )
-        mine.fingerprint.require_compatible(client.fingerprint)
-        self.codecs.negotiate(client.codecs)
+        mine.fingerprint.require_compatible(theirs.fingerprint)
+        self.codecs.negotiate(theirs.codecs)
         return mine
 
     # --- sessions ---
 
-    def admit(self, frame: Frame) -> ServedSession:
+    def admit(self, frame: Frame, client: Client) -> ServedSession:
         """Check OPEN and reserve retention, or join its queue; `end` when the session has ended.
 
         Raises what the other side has to be told. Nothing is kept of a refused session.
         """
         request = convert.open_from_bytes(frame.payload)
         conn, hub = self.require_engine()
-        if frame.session in self.sessions:
+        client.require_model(conn.hello.model)
+        if not is_probe(request, conn.hello):
+            client.require_tenant(request.tenant)
+        key = (client.identity, frame.session)
+        if key in self.sessions:
             raise InvalidRequest(f"session {frame.session:x} is open already", param="session")
         if len(self.sessions) >= self.limits.agent_max_sessions:
             raise Overloaded(
                 f"{len(self.sessions)} sessions are open already", retry_after_s=RETRY_AFTER_S
+            )
+        its_own = sum(identity == client.identity for identity, _ in self.sessions)
+        if its_own >= client.max_sessions:
+            raise Overloaded(
+                f"{its_own} sessions of {client.identity} are open already",
+                retry_after_s=RETRY_AFTER_S,
             )
         _check_open(request, conn, self.limits)
         self.codecs.negotiate(request.codecs)
@@ -208,8 +224,8 @@ class PrefillAgent:
         ticket = self.retention.request(nbytes, retry_after_s=RETRY_AFTER_S)
         lease_s = min(request.lease_s, self.limits.lease_s)
         now = self.clock.now()
-        served = ServedSession(machine, ticket, hub, lease_s, now, now)
-        self.sessions[frame.session] = served
+        served = ServedSession(machine, client, ticket, hub, lease_s, now, now)
+        self.sessions[key] = served
         self._publish()
         return served
 
@@ -230,7 +246,11 @@ class PrefillAgent:
         machine = served.machine
         machine.cancel()
         served.ticket.release()
-        self.sessions.pop(machine.session, None)
+        client = served.client
+        self.sessions.pop((client.identity, machine.session), None)
+        owner = (client.identity, client.counted_tenant(machine.request.tenant))
+        self.metrics.client_sessions.labels(*owner, machine.state.value).inc()
+        self.metrics.client_wire_bytes.labels(*owner).inc(machine.wire_bytes)
         self.metrics.sessions.labels(machine.state.value, reason).inc()
         self.metrics.wire_bytes.inc(machine.wire_bytes)
         if machine.state is SendState.SEALED:
@@ -238,9 +258,9 @@ class PrefillAgent:
         self.metrics.session_seconds.observe(self.clock.now() - served.opened_s)
         self._publish()
 
-    def cancel(self, session: int) -> bool:
-        """End a session by number; False where there is none."""
-        served = self.sessions.get(session)
+    def cancel(self, session: int, client: Client) -> bool:
+        """End a session of this client by number; False where it has none of it."""
+        served = self.sessions.get((client.identity, session))
         if served is None:
             return False
         served.stop(Cancelled("the other side has cancelled"))

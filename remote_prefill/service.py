@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Literal, NoReturn, Protocol
 
 import grpc
@@ -32,6 +32,8 @@ OPEN_TIMEOUT_S = 5.0
 
 class Context(Protocol):
     """What we use of gRPC's servicer context."""
+
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]: ...
 
     async def read(self) -> object: ...
 
@@ -71,16 +73,27 @@ class PrefillService:
 
     async def handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
         try:
-            client = convert.handshake_from_request(request)
-            return convert.handshake_reply(self._agent.handshake(client))
+            client = self._agent.access.client(context)
+            theirs = convert.handshake_from_request(request)
+            return convert.handshake_reply(self._agent.handshake(theirs, client))
         except PrfaasError as exc:
             log.info("handshake refused client=%r kind=%s: %s", request.client, exc.kind, exc)
             await context.abort(*status_of(exc))
 
     async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
-        return pb.CancelReply(cancelled=sum(self._agent.cancel(s) for s in request.sessions))
+        """Sessions of the caller; a number that only others have is as good as none."""
+        try:
+            client = self._agent.access.client(context)
+        except PrfaasError as exc:
+            await context.abort(*status_of(exc))
+        cancelled = sum(self._agent.cancel(session, client) for session in request.sessions)
+        return pb.CancelReply(cancelled=cancelled)
 
     async def ping(self, request: pb.PingRequest, context: Context) -> AsyncIterator[pb.PingReply]:
+        try:
+            self._agent.access.client(context)
+        except PrfaasError as exc:
+            await context.abort(*status_of(exc))
         left = min(request.probe_bytes, MAX_PROBE_BYTES)
         part = min(max(left // PING_PARTS, 1), PING_CHUNK_BYTES)
         while left > 0:
@@ -96,13 +109,14 @@ class PrefillService:
     async def transfer(self, _: AsyncIterator[bytes], context: Context) -> None:
         """One session. Every failure is an ERROR frame, then the stream ends."""
         try:
+            client = self._agent.access.client(context)
             frames = await self._first_message(context)
             opening = frames[0]
         except PrfaasError as exc:
             await self._refuse(Frame(FrameType.ERROR, 0), exc, context)
             return
         try:
-            served = self._agent.admit(opening)
+            served = self._agent.admit(opening, client)
         except PrfaasError as exc:
             await self._refuse(opening, exc, context)
             return

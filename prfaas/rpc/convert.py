@@ -200,6 +200,7 @@ def open_to_bytes(value: SessionOpen) -> bytes:
             lease_s=value.lease_s,
             hold_until_sealed=value.hold_until_sealed,
             engine_epoch=value.engine_epoch,
+            tenant=value.tenant,
         )
     )
 
@@ -219,6 +220,7 @@ def open_from_bytes(data: bytes | memoryview) -> SessionOpen:
         lease_s=message.lease_s,
         engine_epoch=message.engine_epoch,
         hold_until_sealed=message.hold_until_sealed,
+        tenant=message.tenant,
     )
 
 

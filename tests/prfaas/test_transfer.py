@@ -35,6 +35,7 @@ def test_signed_parameters_cross_json_and_verify_with_either_key() -> None:
         {"quality": "tight"},
         {"deadline_s": 31.0},
         {"salt": ""},
+        {"tenant": "another"},
         {"expires": 101.0},
         {"mac": ""},
     ],

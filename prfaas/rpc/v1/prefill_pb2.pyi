@@ -87,7 +87,7 @@ class HandshakeReply(_message.Message):
     def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., wire_major: _Optional[int] = ..., wire_minor: _Optional[int] = ..., features: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ..., chunk_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., instance: _Optional[str] = ..., engine_epoch: _Optional[str] = ..., paced: bool = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("transfer_id", "model", "tokens", "send_from", "salt", "use_cache", "quality", "codecs", "deadline_s", "lease_s", "hold_until_sealed", "engine_epoch")
+    __slots__ = ("transfer_id", "model", "tokens", "send_from", "salt", "use_cache", "quality", "codecs", "deadline_s", "lease_s", "hold_until_sealed", "engine_epoch", "tenant")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class SessionOpen(_message.Message):
     LEASE_S_FIELD_NUMBER: _ClassVar[int]
     HOLD_UNTIL_SEALED_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     model: str
     tokens: bytes
@@ -112,7 +113,8 @@ class SessionOpen(_message.Message):
     lease_s: float
     hold_until_sealed: bool
     engine_epoch: str
-    def __init__(self, transfer_id: _Optional[str] = ..., model: _Optional[str] = ..., tokens: _Optional[bytes] = ..., send_from: _Optional[int] = ..., salt: _Optional[str] = ..., use_cache: bool = ..., quality: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., hold_until_sealed: bool = ..., engine_epoch: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, transfer_id: _Optional[str] = ..., model: _Optional[str] = ..., tokens: _Optional[bytes] = ..., send_from: _Optional[int] = ..., salt: _Optional[str] = ..., use_cache: bool = ..., quality: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., hold_until_sealed: bool = ..., engine_epoch: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class SessionAccept(_message.Message):
     __slots__ = ("chunk_tokens", "queue_position", "retained_bytes")
