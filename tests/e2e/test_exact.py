@@ -50,10 +50,7 @@ def idle_counts(stack: RunningStack) -> list[dict[str, object]]:
         urls = (stack.stack.d_engine_url, stack.stack.p_engine_url)
         counts = [stack.integrity(url) for url in urls]
         busy = any(
-            c["running"]
-            or c["waiting"]
-            or c["free_blocks"] + c["cached_blocks"] < c["total_blocks"]
-            for c in counts
+            c["running"] or c["waiting"] or c["free_blocks"] < c["total_blocks"] for c in counts
         )
         return None if busy else counts
 
