@@ -252,11 +252,20 @@ def _check_hello(hello: Hello, layout: KvLayout) -> None:
         if getattr(hello, name) < 1:
             raise PortError(f"hello.{name} must be positive")
     heads = max(g.kv_heads for g in layout.groups)
-    covered = {h for low_high in hello.ranks for h in range(low_high[0], low_high[-1])}
-    if any(len(r) != 2 or not 0 <= r[0] < r[1] <= heads for r in hello.ranks) or covered != set(
-        range(heads)
-    ):
+    if not _cover(hello.ranks, heads):
         raise PortError(f"hello.ranks {hello.ranks} do not cover {heads} KV heads")
+
+
+def _cover(ranks: list[list[int]], heads: int) -> bool:
+    """Whether [low, high) ranges lie within `heads` and leave none out; they may overlap."""
+    if any(len(rank) != 2 or not 0 <= rank[0] < rank[1] <= heads for rank in ranks):
+        return False
+    covered = 0
+    for low, high in sorted(ranks):
+        if low > covered:
+            return False
+        covered = max(covered, high)
+    return covered == heads
 
 
 def _require_same_user(client: socket.socket) -> None:

@@ -204,8 +204,7 @@ class EnginePort:
                 raise PortError("expected Welcome with two descriptors")
             if message.version != PORT_VERSION:
                 raise PortError(f"agent speaks port version {message.version}, not {PORT_VERSION}")
-            ring = mmap.mmap(fds[0], message.ring_bytes)
-            staging = mmap.mmap(fds[1], message.staging_bytes)
+            ring, staging = _map(fds[0], message.ring_bytes), _map(fds[1], message.staging_bytes)
             sock.settimeout(None)
             return _Connection(sock, message, ring, staging)
         except BaseException:
@@ -271,6 +270,16 @@ class EnginePort:
         conn.backlog.clear()
         with contextlib.suppress(OSError):
             conn.sock.shutdown(socket.SHUT_RDWR)
+
+
+def _map(fd: int, nbytes: int) -> mmap.mmap:
+    """Shared memory of exactly this size. Raises PortError where the descriptor has less."""
+    if nbytes < 1:
+        raise PortError(f"shared memory of {nbytes} bytes")
+    try:
+        return mmap.mmap(fd, nbytes)
+    except (ValueError, OverflowError) as exc:
+        raise PortError(f"shared memory: {exc}") from exc
 
 
 def _view(memory: npt.NDArray[np.uint8], offset: int, nbytes: int) -> npt.NDArray[np.uint8]:

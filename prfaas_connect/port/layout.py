@@ -10,9 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from operator import index
 from typing import Any
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MAX_COUNT = 0xFFFF
+"""Layers and heads are 16-bit numbers in a frame."""
 
 
 class LayoutError(ValueError):
@@ -46,8 +49,10 @@ class LayerGroup:
             raise LayoutError(f"KV dtype {self.dtype!r} is not one of {sorted(ITEM_BYTES)}")
         if not self.layers or list(self.layers) != sorted(set(self.layers)):
             raise LayoutError("layers must be ascending and not empty")
-        if self.kv_heads < 1 or self.head_dim < 1:
-            raise LayoutError("kv_heads and head_dim must be positive")
+        if self.layers[0] < 0 or self.layers[-1] >= MAX_COUNT:
+            raise LayoutError(f"layers must be from 0 to {MAX_COUNT - 1}")
+        if not (1 <= self.kv_heads <= MAX_COUNT and 1 <= self.head_dim <= MAX_COUNT):
+            raise LayoutError(f"kv_heads and head_dim must be from 1 to {MAX_COUNT}")
 
     @property
     def item_bytes(self) -> int:
@@ -133,9 +138,9 @@ class KvLayout:
             groups = tuple(
                 LayerGroup(
                     kind=GroupKind(g["kind"]),
-                    layers=tuple(int(x) for x in g["layers"]),
-                    kv_heads=int(g["kv_heads"]),
-                    head_dim=int(g["head_dim"]),
+                    layers=tuple(index(x) for x in g["layers"]),
+                    kv_heads=index(g["kv_heads"]),
+                    head_dim=index(g["head_dim"]),
                     dtype=str(g["dtype"]),
                 )
                 for g in data["groups"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import struct
 import types
 import typing
@@ -307,7 +308,7 @@ def decode(header: bytes) -> PortMessage:
     """The message in a JSON header. Raises PortError that names the field."""
     try:
         data = json.loads(header)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise PortError(f"header is not JSON: {exc}") from exc
     if not isinstance(data, dict):
         raise PortError("header is not a JSON object")
@@ -339,7 +340,20 @@ def _check(where: str, value: object, hint: Any) -> None:
         return
     if origin in (types.UnionType, typing.Union):  # pragma: no cover - no field uses it yet
         raise PortError(f"{where}: unions are not used on KvPort")
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return
-    if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+    allowed = (float, int) if hint is float else hint
+    if not isinstance(value, allowed) or (hint is not bool and isinstance(value, bool)):
         raise PortError(f"{where} must be {hint.__name__}, not {type(value).__name__}")
+    _check_value(where, value)
+
+
+def _check_value(where: str, value: object) -> None:
+    """What JSON can say and the rest of us cannot: no struct, socket or protobuf takes these."""
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise PortError(f"{where} does not fit 64 bits")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise PortError(f"{where} is not a finite number")
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as exc:
+            raise PortError(f"{where} is not valid Unicode") from exc

@@ -189,6 +189,8 @@ async def test_engine_disconnect_ends_the_agents_iterator_and_later_sends_fail(
         {"layout": {"groups": []}},
         {"layout": {"groups": [{"kind": "mystery"}]}},
         {"ranks": [[0, 1]]},
+        {"ranks": [[]]},
+        {"ranks": [[0, 1 << 62]]},
         {"chunk_tokens": 0},
     ],
 )

@@ -38,6 +38,8 @@ def test_signed_parameters_cross_json_and_verify_with_either_key() -> None:
         {"tenant": "another"},
         {"expires": 101.0},
         {"mac": ""},
+        {"mac": "\u00e9"},
+        {"mac": "\ud800"},
     ],
 )
 def test_every_field_is_signed(change: dict[str, object]) -> None:

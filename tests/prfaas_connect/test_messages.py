@@ -57,6 +57,13 @@ def test_a_message_crosses_whole(message: PortMessage) -> None:
         (b'{"type":"ring_free","count":1,"TYPE":"x"}', "TYPE"),
         (b'{"type":"kv_events","epoch":"e","seq":1,"stored":[1]}', "kv_events.stored"),
         (b'{"type":"fetch","session":"s","params":[],"have":0,"want":1,"uncached":1}', "params"),
+        (b'{"type":"ring_free","count":9223372036854775808}', "64 bits"),
+        (b'{"type":"abort","session":"\\ud800"}', "Unicode"),
+        (
+            b'{"type":"fetch_done","session":"s","status":"","reason":"","retry_after_s":1e999}',
+            "finite",
+        ),
+        (b'{"type":"abort","session":' + b"[" * 100_000, "JSON"),
     ],
 )
 def test_malformed_headers_name_what_is_wrong(header: bytes, names: str) -> None:
