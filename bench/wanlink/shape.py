@@ -122,7 +122,10 @@ class WayStats:
 
 @dataclass(frozen=True, slots=True)
 class LinkStats:
-    """Both directions, CPU seconds of the emulator, and how its process is scheduled."""
+    """Both directions, CPU seconds of the emulator, and how its process is scheduled.
+
+    worst_late_s is since the counters were last asked for, so that each measurement has its own.
+    """
 
     ab: WayStats
     ba: WayStats
