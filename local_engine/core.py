@@ -83,6 +83,7 @@ class EngineCore:
         self._answers: dict[str, Answer] = {}
         self._exports: dict[tuple[str, int], Export] = {}
         self._slow: set[Answer] = set()
+        self._chunk_gave_way = False
         self._fit = PrefillFit(settings.chunk_tokens)
         self._decode_step = MovingMean()
         self._finished: Counter[str] = Counter()
@@ -154,8 +155,10 @@ class EngineCore:
                 if export is not None:
                     self._end_export(export, "cancelled")
 
-    def suspend_exports(self) -> None:
+    def suspend_transfers(self) -> None:
         """The agent is gone and `disconnected` follows; callable from any thread."""
+        if self._importer is not None:
+            self._importer.suspended = True
         if self._exporter is not None:
             self._exporter.suspended = True
 
@@ -163,6 +166,7 @@ class EngineCore:
         """The agent is gone: requests that waited for it go on alone, exports are void."""
         if self._importer is not None:
             self._importer.disconnected()
+            self._importer.suspended = False
         if self._exporter is not None:
             self._exporter.drop_all()
             self._exporter.suspended = False
@@ -205,6 +209,11 @@ class EngineCore:
         self._watch_slow_clients()
         budget = self._settings.import_bytes_per_step
         worked = self._importer.step(budget) if self._importer is not None else False
+        # A request whose KV has just been imported needs one row, not another's chunk first. Never
+        # twice running, so that imports do not starve prefill.
+        self._chunk_gave_way = not self._chunk_gave_way and self._first_token_waits()
+        if self._chunk_gave_way:
+            return self._decode() or worked
         worked |= self._prefill()
         if self._exporter is not None:
             self._exporter.drain(budget)
@@ -232,6 +241,10 @@ class EngineCore:
             seq.computed_at = now
         self._scheduler.computed(seq, end)
         return True
+
+    def _first_token_waits(self) -> bool:
+        batch = self._scheduler.queue(Phase.DECODING)[: self._settings.max_batch]
+        return any(isinstance(seq, Answer) and seq.first_token_at is None for seq in batch)
 
     def _decode(self) -> bool:
         batch = [seq for seq in self._scheduler.next_batch() if isinstance(seq, Answer)]

@@ -191,7 +191,7 @@ class Engine:
         _LOG.warning("agent lost: %s", reason)
         if self._feed is not None:
             self._feed.disconnected()
-        self._core.suspend_exports()
+        self._core.suspend_transfers()
         self._post(self._core.disconnected)
 
     def on_message(self, message: PortMessage, blob: bytes) -> None:

@@ -63,6 +63,10 @@ class KvImporter:
         self._count = 0
         self._by_session: dict[str, _Transfer] = {}
         self._by_answer: dict[Answer, _Transfer] = {}
+        # Requests whose prefix another's session is bringing.
+        self._held: dict[Answer, str] = {}
+        self.suspended = False
+        """Set while a lost connection's transfers linger: the next one has other memory."""
         self.imported_tokens = 0
         self._outcomes = outcomes
 
@@ -70,17 +74,40 @@ class KvImporter:
         """Raise AssertionError unless transfers and phases agree."""
         phases = (Phase.REMOTE, Phase.STAGED, Phase.IMPORTING)
         waiting = {seq for phase in phases for seq in self._scheduler.queue(phase)}
-        if waiting != set(self._by_answer) or len(self._by_session) != len(self._by_answer):
-            raise AssertionError(f"transfers {set(self._by_answer)} but waiting {waiting}")
+        known = {*self._by_answer, *self._held}
+        if waiting != known or len(self._by_session) + len(self._held) != len(known):
+            raise AssertionError(f"transfers of {known} but waiting are {waiting}")
 
     def fetch(self, answer: Answer) -> None:
         """A new request with transfer parameters: ask the agent for what is not cached here.
 
-        Puts it into the scheduler, as REMOTE or, where there is nothing to ask, as WAITING.
+        Puts it into the scheduler, as REMOTE or, where there is nothing to ask, as WAITING. A
+        prefix that is on its way for another request is waited for rather than fetched twice.
         """
+        self._scheduler.hold_prefix(answer)
+        twin = self._twin(answer)
+        if twin is None:
+            self._ask(answer)
+        else:
+            self._held[answer] = twin.session
+
+    def _twin(self, answer: Answer) -> _Transfer | None:
+        """A transfer that brings at least half of what this request lacks."""
+        names = answer.matchable
+        lacks = answer.target - answer.computed
+        for transfer in self._by_session.values():
+            shared = 0
+            for mine, theirs in zip(names, transfer.answer.matchable, strict=False):
+                if mine != theirs:
+                    break
+                shared += 1
+            if 2 * (shared * self._pool.block_tokens - answer.computed) >= max(lacks, 1):
+                return transfer
+        return None
+
+    def _ask(self, answer: Answer) -> None:
         params = answer.request.kv_transfer_params
         assert params is not None
-        self._scheduler.hold_prefix(answer)
         have, want = answer.computed, answer.target
         if have >= want:
             self._go_local(answer, "cached")
@@ -133,8 +160,8 @@ class KvImporter:
 
     def step(self, budget_bytes: int) -> bool:
         """Copy about `budget_bytes` out of staging. False: there was nothing to copy."""
-        worked = False
-        while budget_bytes > 0:
+        worked = self._ask_again()
+        while budget_bytes > 0 and not self.suspended:
             answer = self._scheduler.next_import()
             if answer is None:
                 break
@@ -149,18 +176,19 @@ class KvImporter:
 
     def preempted(self, answer: Answer, before: Phase) -> None:
         """The scheduler took the request's blocks; it prefills here later."""
-        if self._by_answer.get(answer) is not None:
-            self._give_up(answer, before)
+        if self._give_up(answer, before):
             self._settle(answer, LOCAL, "preempted")
 
     def cancel(self, answer: Answer) -> None:
         """The request is about to end; free what the agent holds for it."""
-        if self._by_answer.get(answer) is not None:
-            self._give_up(answer, answer.phase)
+        if self._give_up(answer, answer.phase):
             self._settle(answer, "aborted", "cancelled")
 
     def disconnected(self) -> None:
         """All sessions are void. Chunks that are in the pool whole are kept."""
+        held, self._held = self._held, {}
+        for answer in held:
+            self._go_local(answer, "agent_lost")
         for transfer in list(self._by_session.values()):
             answer = transfer.answer
             self._forget(transfer)
@@ -172,6 +200,19 @@ class KvImporter:
                 self._scheduler.imported(answer, transfer.whole)
             else:
                 self._go_local(answer, "agent_lost")
+
+    def _ask_again(self) -> bool:
+        """Requests that waited for another's transfer fetch what they lack once it is over."""
+        over = [a for a, session in self._held.items() if session not in self._by_session]
+        for answer in over:
+            del self._held[answer]
+            self._scheduler.match_again(answer)
+            twin = self._twin(answer)
+            if twin is None:
+                self._ask(answer)
+            else:
+                self._held[answer] = twin.session
+        return bool(over)
 
     def _place(self, transfer: _Transfer, message: FetchDone) -> bool:
         """Where the staged tensors lie; False if the message contradicts itself or the request."""
@@ -195,7 +236,7 @@ class KvImporter:
     def _copy(self, transfer: _Transfer, budget_bytes: int) -> int:
         """Copy tensors until the budget is used up or all are in. Returns what is left of it."""
         table, last = transfer.answer.table, len(self._pool.layers) - 1
-        while budget_bytes > 0:
+        while budget_bytes > 0 and not self.suspended:
             extent = next(transfer.extents, None)
             if extent is None:
                 self._complete(transfer)
@@ -229,13 +270,19 @@ class KvImporter:
         answer.cached_tokens = end
         self.imported_tokens += answer.imported_tokens
 
-    def _give_up(self, answer: Answer, phase: Phase) -> None:
-        transfer = self._by_answer[answer]
+    def _give_up(self, answer: Answer, phase: Phase) -> bool:
+        """False: nothing was under way."""
+        if self._held.pop(answer, None) is not None:
+            return True
+        transfer = self._by_answer.get(answer)
+        if transfer is None:
+            return False
         self._forget(transfer)
         if phase is Phase.REMOTE:
             self._port.send(Abort(transfer.session))
         else:
             self._port.send(Release(transfer.session, "aborted"))
+        return True
 
     def _go_local(self, answer: Answer, reason: str) -> None:
         self._scheduler.fall_back(answer)

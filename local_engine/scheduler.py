@@ -79,6 +79,11 @@ class Scheduler:
         insort(self._queues[Phase.REMOTE], seq, key=_order)
         seq.phase = Phase.REMOTE
 
+    def match_again(self, seq: Sequence) -> None:
+        """A REMOTE sequence takes what the prefix cache has of it now."""
+        self._drop(seq)
+        self._match(seq)
+
     def staged(self, seq: Sequence) -> None:
         """The KV a REMOTE sequence waits for has come as far as staging."""
         self._move(seq, Phase.STAGED)

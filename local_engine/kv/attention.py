@@ -15,8 +15,9 @@ from local_engine.kv.table import BlockTable
 # (q, k, v, dropout, causal) -> (output, log of the sum of exponentials)
 _Flash = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
 
-# Runs shorter than this on average are gathered by index, in one pass for all of them.
-_MIN_RUN_TOKENS = 32
+# Shorter runs of slots are gathered by index, those in a row in one go: copying each would cost
+# more in calls than in bytes.
+_MIN_RUN_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +42,18 @@ class Workspace:
     """
 
     def __init__(self, pool: KvPool, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._pool = pool
         self._buffer = torch.empty(2, 0, pool.kv_heads, pool.head_dim, dtype=dtype)
 
-    def take(self, tokens: int) -> Tensor:
-        """The first `tokens` of the buffer; whatever was taken before is overwritten."""
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many; what was taken before stays valid but is another buffer's."""
         if self._buffer.shape[1] < tokens:
             shape = (2, 1 << (tokens - 1).bit_length(), self._pool.kv_heads, self._pool.head_dim)
-            self._buffer = torch.empty(shape, dtype=self._buffer.dtype, device=self._pool.device)
+            self._buffer = torch.empty(shape, dtype=self.dtype, device=self._pool.device)
+
+    def take(self, tokens: int) -> Tensor:
+        """The first `tokens` of the buffer, at most what was reserved; all takers share them."""
         return self._buffer[:, :tokens]
 
 
@@ -66,14 +71,16 @@ class PagedKv:
     ) -> None:
         self._pool = pool
         self._parts = parts
-        self._workspace = workspace
         self._padded = padded and all(part.q_len == 1 for part in parts)
         self._masked = padded
         self._new_slots = torch.cat([part.table.slots(part.ctx_len, part.total) for part in parts])
-        self._views = [_PartView(pool, part, workspace) for part in parts]
         self._masks: dict[int, Tensor] = {}
+        self._views: list[_PartView] = []
         if self._padded:
             self._grid, self._grid_mask = _padded_slots(parts)
+        else:
+            workspace.reserve(max(part.total for part in parts))
+            self._views = [_PartView(pool, part, workspace) for part in parts]
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         stored = self._pool.layers[layer]
@@ -115,27 +122,53 @@ class PagedKv:
 
 
 class _PartView:
-    """Where one sequence's KV lies, worked out once for all layers."""
+    """Where one sequence's KV lies and where it is gathered to, worked out once for all layers."""
 
     def __init__(self, pool: KvPool, part: Part, workspace: Workspace) -> None:
         self.part = part
         self._pool = pool
-        self._workspace = workspace
-        self._runs = part.table.runs(0, part.total)
+        runs = part.table.runs(0, part.total)
+        # In place where nothing has to be cast or moved.
+        self._whole = runs[0] if len(runs) == 1 and pool.dtype == workspace.dtype else None
+        space = workspace.take(part.total)
+        by_head = space.transpose(1, 2)
+        self._k, self._v = by_head[:1], by_head[1:]
+        self._copies: list[tuple[Tensor, int, int]] = []
+        self._gathers: list[tuple[Tensor, Tensor]] = []
+        for start, end, slot in _segments(runs):
+            if slot is None:
+                self._gathers.append((space[:, start:end], part.table.slots(start, end)))
+            else:
+                self._copies.append((space[:, start:end], slot, slot + end - start))
 
     def gather(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values, each [1, kv_heads, total, dim] in compute dtype."""
-        stored, total = self._pool.layers[layer], self.part.total
-        space = self._workspace.take(total)
-        if len(self._runs) == 1 and stored.dtype == space.dtype:
-            low, high = self._runs[0]
-            space = stored[:, low:high]
-        elif len(self._runs) * _MIN_RUN_TOKENS > total + _MIN_RUN_TOKENS:
-            space.copy_(stored.index_select(1, self.part.table.slots(0, total)))
+        stored = self._pool.layers[layer]
+        if self._whole is not None:
+            low, high = self._whole
+            by_head = stored[:, low:high].transpose(1, 2)
+            return by_head[:1], by_head[1:]
+        for space, low, high in self._copies:
+            space.copy_(stored[:, low:high])
+        for space, slots in self._gathers:
+            space.copy_(stored.index_select(1, slots))
+        return self._k, self._v
+
+
+def _segments(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int | None]]:
+    """Positions [start, end) and the first slot; None where short runs are gathered together."""
+    found: list[tuple[int, int, int | None]] = []
+    start = 0
+    for low, high in runs:
+        end = start + high - low
+        if high - low >= _MIN_RUN_TOKENS:
+            found.append((start, end, low))
+        elif found and found[-1][2] is None:
+            found[-1] = (found[-1][0], end, None)
         else:
-            self._pool.read(layer, self.part.table, 0, total, space)
-        by_head = space.transpose(1, 2)
-        return by_head[:1], by_head[1:]
+            found.append((start, end, None))
+        start = end
+    return found
 
 
 def _attend_split(grouped: Tensor, k: Tensor, v: Tensor, ctx_len: int) -> Tensor:

@@ -160,7 +160,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def lose_agent(self) -> None:
         self.port.disconnect()
-        self.engine.core.suspend_exports()
+        self.engine.core.suspend_transfers()
         self.engine.step()
         self.engine.core.disconnected()
         self.engine.core.check()
@@ -214,10 +214,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everybody is served in the end: the engine never locks up."""
-        for fetch, _ in list(self.fetches.values()):
-            self.engine.core.handle(FetchDone(fetch.session, "local", "late"), b"")
-        self.fetches.clear()
         for _ in range(3000):
+            for fetch, _ in list(self.fetches.values()):
+                self.engine.core.handle(FetchDone(fetch.session, "local", "late"), b"")
+            self.fetches.clear()
             self.read(0)
             worked = self.engine.step()
             self.after()

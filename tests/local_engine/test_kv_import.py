@@ -207,8 +207,23 @@ def test_an_import_overtakes_queued_prefills() -> None:
     engine.done(fetch, "staged", 19)
     engine.step()
     assert stream.last is not None
+    assert engine.runner.chunks == [], "another's chunk came before its one row"
     engine.run()
     engine.assert_answered("first", "second", "remote")
+
+
+def test_imports_do_not_starve_prefill() -> None:
+    engine = Decode()
+    engine.submit("local", tokens(4 * CHUNK + 1, 1), 1)
+    for turn in range(4):
+        engine.submit(f"remote{turn}", tokens(20, 10 + turn), 1, params=PARAMS)
+        ((fetch, _),) = engine.agent.take(Fetch)
+        engine.stage(fetch, tokens(20, 10 + turn), 19)
+        engine.done(fetch, "staged", 19)
+        engine.step(2)
+    assert len(engine.runner.chunks) >= 3
+    engine.run()
+    engine.assert_answered("local", *(f"remote{turn}" for turn in range(4)))
 
 
 def test_imports_are_bounded_per_step_and_others_decode_meanwhile() -> None:
@@ -403,6 +418,94 @@ def test_prefixes_held_by_waiting_requests_cannot_starve_the_oldest() -> None:
     engine.assert_answered("first")
     assert engine.agent.of(Abort) == [Abort(fetch.session)]
     engine.assert_answered("waiter")
+    engine.assert_empty()
+
+
+def staged(engine: Decode, fetch: Fetch, prompt: list[int]) -> None:
+    engine.stage(fetch, prompt, fetch.want)
+    engine.done(fetch, "staged", fetch.want)
+
+
+def test_a_prefix_on_its_way_for_another_request_is_shipped_once() -> None:
+    engine = Decode()
+    shared = tokens(40)
+    prompts = {name: [*shared, *tokens(5, seed)] for name, seed in (("a", 1), ("b", 2), ("c", 3))}
+    for name, prompt in prompts.items():
+        engine.submit(name, prompt, params=PARAMS)
+    ((first, _),) = engine.agent.take(Fetch)
+    assert (first.have, first.want) == (0, 44)
+    assert engine.core.stats().waiting_kv == 3
+    staged(engine, first, prompts["a"])
+    engine.run()
+    engine.assert_answered("a")
+    fetches = [fetch for fetch, _ in engine.agent.take(Fetch)]
+    assert [(f.have, f.want) for f in fetches] == [(40, 44), (40, 44)]
+    for fetch, name in zip(fetches, "bc", strict=True):
+        staged(engine, fetch, prompts[name])
+        engine.run()
+    engine.assert_answered("b", "c")
+    assert engine.streams["b"].events[0].imported_tokens == 4
+    assert engine.streams["b"].events[0].cached_tokens == 44
+    engine.assert_empty()
+
+
+def test_a_prompt_that_is_mostly_its_own_is_fetched_at_once() -> None:
+    engine = Decode()
+    engine.submit("a", tokens(20), params=PARAMS)
+    engine.submit("b", [*tokens(16), *tokens(30, 1)], params=PARAMS)
+    engine.submit("c", tokens(20), salt="x", params=PARAMS)
+    assert [f.have for f in engine.agent.of(Fetch)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("outcome", ["local", "refused", "cancel", "partial", "lost"])
+def test_who_waited_for_anothers_transfer_goes_on_whatever_becomes_of_it(outcome: str) -> None:
+    engine = Decode()
+    prompts = {"a": [*tokens(40), 1, 2], "b": [*tokens(40), 3, 4]}
+    for name, prompt in prompts.items():
+        engine.submit(name, prompt, params=PARAMS)
+    ((fetch, _),) = engine.agent.take(Fetch)
+    match outcome:
+        case "cancel":
+            engine.core.cancel("a")
+        case "lost":
+            engine.agent.disconnect()
+            engine.core.suspend_transfers()
+            engine.core.disconnected()
+        case "partial":
+            engine.stage(fetch, prompts["a"], 16)
+            engine.done(fetch, "partial", 16, reason="cut")
+        case _:
+            engine.done(fetch, outcome, reason="down")
+    engine.run()
+    if outcome == "lost":
+        engine.assert_answered("a", "b")
+        return
+    ((second, _),) = engine.agent.take(Fetch)
+    # What was imported, and a chunk that was computed meanwhile, is not asked for again.
+    assert second.have == (24 if outcome == "partial" else 0)
+    staged(engine, second, prompts["b"])
+    engine.run()
+    engine.assert_answered("b")
+    engine.assert_empty()
+
+
+@pytest.mark.parametrize("when", ["held", "asked again"])
+def test_who_waits_for_anothers_transfer_can_be_cancelled(when: str) -> None:
+    engine = Decode()
+    engine.submit("a", [*tokens(40), 1], params=PARAMS)
+    engine.submit("b", [*tokens(40), 2, 3, 4], params=PARAMS)
+    ((fetch, _),) = engine.agent.take(Fetch)
+    if when == "asked again":
+        staged(engine, fetch, [*tokens(40), 1])
+        engine.run()
+    engine.core.cancel("b")
+    engine.core.check()
+    assert len(engine.agent.of(Abort)) == (when == "asked again")
+    if when == "held":
+        staged(engine, fetch, [*tokens(40), 1])
+        engine.run()
+    engine.assert_answered("a")
+    assert engine.agent.of(Fetch) == [] or when == "asked again"
     engine.assert_empty()
 
 
