@@ -21,8 +21,9 @@ from gateway.records import RecordBook
 from gateway.tokenise import PromptTokenizer, Tokeniser
 from gateway.tokenizer_check import TokenizerCheck
 from gateway.upstream import AiohttpUpstream
-from gateway.watch import WatchClient
+from gateway.watch import WatchClient, watch_endpoints
 from prfaas.clock import SYSTEM_CLOCK, Clock
+from prfaas.dialling import open_files
 from prfaas.errors import ConfigError
 from prfaas.interfaces import RoutingPolicy
 from prfaas.settings import Settings
@@ -54,6 +55,7 @@ class Gateway:
     ) -> None:
         check_settings(settings)
         gateway, limits = settings.gateway, settings.limits
+        self._endpoints = watch_endpoints(gateway, open_files(gateway.tls, "client", "gateway.tls"))
         self._settings, self._limits = gateway, limits
         self.metrics = GatewayMetrics()
         self.view = ClusterView(gateway, limits, clock)
@@ -140,8 +142,8 @@ class Gateway:
 
     def _watch_clients(self) -> list[WatchClient]:
         return [
-            WatchClient(self.view, place, "gateway", self._limits, self._outcome)
-            for place in self.view.feeds
+            WatchClient(self.view, place, endpoint, "gateway", self._limits, self._outcome)
+            for place, endpoint in self._endpoints.items()
         ]
 
     def _outcome(self, outcome: Outcome) -> None:

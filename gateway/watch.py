@@ -10,14 +10,17 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import grpc.aio
 
-from gateway.cluster_view import ClusterView
+from gateway.cluster_view import ClusterView, place_of
+from prfaas.dialling import Endpoint, checked_endpoint
 from prfaas.errors import PeerUnavailable, PrfaasError, ProtocolError
 from prfaas.limits import Limits
 from prfaas.rpc.convert import watch_from_pb
 from prfaas.rpc.status import error_of
 from prfaas.rpc.v1 import prefill_pb2, prefill_pb2_grpc
+from prfaas.settings import GatewaySettings
 from prfaas.snapshot import Outcome
 from prfaas.telemetry import WatchUpdate
+from prfaas.tls_files import TlsFiles
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,7 @@ MAX_EVENT_BYTES = 64 << 20
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_EVENT_BYTES),
     ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
@@ -37,19 +41,21 @@ class WatchClient:
     """Follows one agent until cancelled; owns its channel while it runs.
 
     A stream that is silent for `watch_stale_s`, or skips a sequence number, is opened anew, which
-    brings the full state.
+    brings the full state. So is one whose certificates have changed, while what is known stays.
     """
 
     def __init__(
         self,
         view: ClusterView,
         place: str,
+        endpoint: Endpoint,
         gateway_name: str,
         limits: Limits,
         on_outcome: Callable[[Outcome], None],
     ) -> None:
         self._view = view
         self._place = place
+        self._endpoint = endpoint
         self._gateway_name = gateway_name
         self._limits = limits
         self._on_outcome = on_outcome
@@ -58,29 +64,35 @@ class WatchClient:
     async def run(self) -> None:
         """Never returns; ends by being cancelled."""
         backoff_s = FIRST_BACKOFF_S
-        address = self._view.feeds[self._place].address
         told = False
-        while True:
-            heard = False
-            try:
-                async for update in self._updates(address):
-                    if not heard:
-                        logger.info("watching %s at %s", self._place, address)
-                    heard, told, backoff_s = True, False, FIRST_BACKOFF_S
-                    for outcome in self._view.update(self._place, update):
-                        self._on_outcome(outcome)
-            except PrfaasError as exc:
-                if not told:  # once for each outage
-                    logger.warning("lost the feed of %s: %s", self._place, exc.message)
-                told = True
-            finally:
+        try:
+            while True:
+                heard = False
+                try:
+                    async for update in self._updates():
+                        if not heard:
+                            logger.info("watching %s at %s", self._place, self._endpoint.address)
+                        heard, told, backoff_s = True, False, FIRST_BACKOFF_S
+                        for outcome in self._view.update(self._place, update):
+                            self._on_outcome(outcome)
+                    continue
+                except PrfaasError as exc:
+                    if not told:  # once for each outage
+                        logger.warning("lost the feed of %s: %s", self._place, exc.message)
+                    told = True
                 self._view.disconnected(self._place)
-            await asyncio.sleep(backoff_s * (0.5 + self._random.random()))
-            backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+                await asyncio.sleep(backoff_s * (0.5 + self._random.random()))
+                backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
+        finally:
+            self._view.disconnected(self._place)
 
-    async def _updates(self, address: str) -> AsyncIterator[WatchUpdate]:
-        """Events in sequence. Raises PrfaasError when the stream fails, ends, stalls or skips."""
-        async with grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS) as channel:
+    async def _updates(self) -> AsyncIterator[WatchUpdate]:
+        """Events in sequence, to the end when certificates change.
+
+        Raises PrfaasError when the stream fails, ends, stalls or skips.
+        """
+        address, version = self._endpoint.address, self._endpoint.version()
+        async with self._endpoint.open(_CHANNEL_OPTIONS) as channel:
             stub = prefill_pb2_grpc.TelemetryStub(channel)
             call = stub.Watch(prefill_pb2.WatchRequest(gateway=self._gateway_name))
             try:
@@ -95,6 +107,8 @@ class WatchClient:
                         raise ProtocolError(f"{address}: event {update.seq} follows {last_seq}")
                     last_seq = update.seq
                     yield update
+                    if self._endpoint.version() != version:
+                        return
             finally:
                 call.cancel()
 
@@ -111,3 +125,18 @@ class WatchClient:
         except grpc.aio.AioRpcError as exc:
             raise error_of(exc, peer=self._place, phase="connect") from exc
         return None if message is grpc.aio.EOF else watch_from_pb(message)
+
+
+def watch_endpoints(settings: GatewaySettings, files: TlsFiles | None) -> dict[str, Endpoint]:
+    """Where each place of the cluster view is watched. Raises ConfigError naming the setting."""
+    found = {
+        place_of(peer): checked_endpoint(
+            peer.watch, files, peer.tls_name, f"gateway.peers {place_of(peer)}"
+        )
+        for peer in settings.peers
+    }
+    for engine in settings.engines:
+        if engine.agent is not None:
+            key = f"gateway.engines {engine.name}"
+            found[engine.name] = checked_endpoint(engine.agent, files, engine.tls_name, key)
+    return found

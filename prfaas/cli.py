@@ -129,6 +129,7 @@ def prefill(
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Per engine.")
 @click.option("--pin/--no-pin", default=True, show_default=True, help="One core for each engine.")
 @click.option("--once", is_flag=True, help="Show it and exit; non-zero if anything is off.")
+@click.option("--tls", is_flag=True, help="Mutual TLS between gateway and agents.")
 def up(
     config: Path | None,
     model: Path | None,
@@ -136,11 +137,12 @@ def up(
     threads: int,
     pin: bool,
     once: bool,
+    tls: bool,
 ) -> None:
     """Run everything on this machine and show both paths of a request."""
     from prfaas.up.main import UpOptions, run_up
 
-    sys.exit(run_up(UpOptions(load_settings(config), model, port, threads, pin, once)))
+    sys.exit(run_up(UpOptions(load_settings(config), model, port, threads, pin, once, tls)))
 
 
 @cli.command()

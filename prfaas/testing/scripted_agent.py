@@ -13,8 +13,11 @@ import grpc.aio
 from prfaas.hashing import BlockHash
 from prfaas.rpc.convert import watch_to_pb
 from prfaas.rpc.v1 import prefill_pb2, prefill_pb2_grpc
+from prfaas.settings import TlsSettings
 from prfaas.snapshot import Outcome
 from prfaas.telemetry import EngineInfo, KvDelta, LinkInfo, WatchUpdate
+from prfaas.tls import server_credentials
+from prfaas.tls_files import TlsFiles
 
 HEARTBEAT_S = 0.05
 
@@ -108,13 +111,21 @@ class ScriptedAgent(prefill_pb2_grpc.TelemetryServicer):  # type: ignore[misc]
 
 @asynccontextmanager
 async def scripted_agent(
-    engine: EngineInfo, links: tuple[LinkInfo, ...] = (), port: int = 0
+    engine: EngineInfo,
+    links: tuple[LinkInfo, ...] = (),
+    port: int = 0,
+    tls: TlsSettings | None = None,
 ) -> AsyncIterator[ScriptedAgent]:
     """A running ScriptedAgent on a loopback port, by default a free one."""
     agent = ScriptedAgent(engine, links)
     server = grpc.aio.server()
     prefill_pb2_grpc.add_TelemetryServicer_to_server(agent, server)
-    agent.address = f"127.0.0.1:{server.add_insecure_port(f'127.0.0.1:{port}')}"
+    where = f"127.0.0.1:{port}"
+    if tls is None:
+        bound = server.add_insecure_port(where)
+    else:
+        bound = server.add_secure_port(where, server_credentials(TlsFiles(tls, "server")))
+    agent.address = f"127.0.0.1:{bound}"
     await server.start()
     try:
         yield agent

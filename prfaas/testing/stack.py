@@ -190,14 +190,20 @@ def running_stack(
     agent: Mapping[str, Any] | None = None,
     d_engine: Mapping[str, Any] | None = None,
     p_engine: Mapping[str, Any] | None = None,
+    prefill: Mapping[str, Any] | None = None,
     prefill_port: int | None = None,
+    tls: bool = False,
 ) -> Iterator[RunningStack]:
     """A started stack in a private `directory`; ended on exit."""
     directory.mkdir(mode=0o700, exist_ok=True)
-    plan = StackPlan(base or load_settings(), model, "test-model", threads=1, pin=False)
+    plan = StackPlan(base or load_settings(), model, "test-model", threads=1, pin=False, tls=tls)
     stack = Stack.create(plan, directory)
     specs = stack.engines_and_agents(
-        prefill_port=prefill_port, agent=agent, d_engine=d_engine, p_engine=p_engine
+        prefill_port=prefill_port,
+        agent=agent,
+        d_engine=d_engine,
+        p_engine=p_engine,
+        prefill=prefill,
     )
     running = RunningStack(stack, (*specs, stack.gateway(settings=gateway)))
     try:

@@ -41,6 +41,7 @@ class UpOptions:
     threads: int
     pin: bool
     once: bool
+    tls: bool
 
 
 def run_up(options: UpOptions) -> int:
@@ -50,7 +51,7 @@ def run_up(options: UpOptions) -> int:
     with _progress(console) as progress:
         model, name = _model(options.model, progress)
     directory = Path(tempfile.mkdtemp(prefix="prfaas-"))
-    plan = StackPlan(options.settings, model, name, port, options.threads, options.pin)
+    plan = StackPlan(options.settings, model, name, port, options.threads, options.pin, options.tls)
     status = 1
     try:
         status = uvloop.run(_Up(options, Stack.create(plan, directory), console).run())
@@ -146,6 +147,8 @@ class _Up:
             await supervisor.start((self._stack.gateway(),), READY_TIMEOUT_S)
         processes = ", ".join(f"{p.spec.name} {p.pid}" for p in supervisor.processes)
         self._say(f"running: {processes}")
+        if plan.tls:
+            self._say("gateway and agents speak mutual TLS, with certificates made for this run")
 
     async def _show(self, supervisor: Supervisor) -> list[str]:
         """The demonstration; a second gateway, with offload off, lives only as long as it does."""

@@ -14,16 +14,23 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, SecretStr
 
+from prfaas.certs import make_certs
 from prfaas.settings import (
     AgentPeer,
+    AuthorisedClient,
     EngineEndpoint,
     InstanceAddress,
     PeerEndpoint,
     Settings,
+    TlsSettings,
 )
 from prfaas.up.process import ProcessSpec
 
 PEER, INSTANCE, ENGINE = "p", "p-0", "d-0"
+GATEWAY, D_AGENT, P_AGENT = "gateway", "d-agent", "p-agent"
+"""Names of the processes, also in their certificates."""
+CERTS = "certs"
+CERT_DAYS = 30
 READY_TIMEOUT_S = 180.0
 
 
@@ -37,6 +44,8 @@ class StackPlan:
     gateway_port: int = 0
     threads: int = 1
     pin: bool = True
+    tls: bool = False
+    """Mutual TLS between gateway and agents, with certificates made for this stack."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,8 @@ class Stack:
         """Pick free ports and new keys. `directory` must be readable by its owner only."""
         if directory.stat().st_mode & 0o077:
             raise ValueError(f"{directory} is open to others")
+        if plan.tls:
+            make_certs(directory / CERTS, (GATEWAY, D_AGENT, P_AGENT), days=CERT_DAYS)
         chosen = free_ports(5)
         return Stack(
             plan=plan,
@@ -95,21 +106,26 @@ class Stack:
         agent: Mapping[str, Any] | None = None,
         d_engine: Mapping[str, Any] | None = None,
         p_engine: Mapping[str, Any] | None = None,
+        prefill: Mapping[str, Any] | None = None,
     ) -> tuple[ProcessSpec, ...]:
         """P engine, P agent, D agent, D engine; parameters as of the two sides."""
         return (
-            *self.prefill_side(core=p_core, engine=p_engine),
+            *self.prefill_side(core=p_core, engine=p_engine, agent=prefill),
             *self.decode_side(prefill_port=prefill_port, core=d_core, agent=agent, engine=d_engine),
         )
 
     def prefill_side(
-        self, *, core: int | None = None, engine: Mapping[str, Any] | None = None
+        self,
+        *,
+        core: int | None = None,
+        engine: Mapping[str, Any] | None = None,
+        agent: Mapping[str, Any] | None = None,
     ) -> tuple[ProcessSpec, ...]:
-        """P: engine and agent. `engine`: settings of that process that replace the base's."""
+        """P: engine and agent; `engine`, `agent`: settings that replace the base's."""
         section = {**self._p_engine(), **(engine or {})}
         return (
             self._process("p-engine", "engine", section, core=core),
-            self._process("p-agent", "prefill", self._p_agent()),
+            self._process("p-agent", "prefill", {**self._p_agent(), **(agent or {})}),
         )
 
     def decode_side(
@@ -150,7 +166,10 @@ class Stack:
             "tokenizer": self.plan.model,
             "engines": (
                 EngineEndpoint(
-                    name=ENGINE, url=self.d_engine_url, agent=_loopback(self.ports.d_agent)
+                    name=ENGINE,
+                    url=self.d_engine_url,
+                    agent=_loopback(self.ports.d_agent),
+                    tls_name=self._tls_name(D_AGENT),
                 ),
             ),
             "peers": (
@@ -158,10 +177,12 @@ class Stack:
                     peer=PEER,
                     instance=INSTANCE,
                     watch=_loopback(prefill_port or self.ports.p_agent),
+                    tls_name=self._tls_name(P_AGENT),
                 ),
             ),
             "transfer_key": self.transfer_key,
             "cache_secret": self.cache_secret,
+            "tls": self._tls(GATEWAY),
             **(settings or {}),
         }
         return self._process(name, "gateway", section)
@@ -185,7 +206,11 @@ class Stack:
         }
 
     def _d_agent(self, prefill_port: int | None) -> dict[str, Any]:
-        address = _loopback(prefill_port or self.ports.p_agent)
+        instance = InstanceAddress(
+            name=INSTANCE,
+            address=_loopback(prefill_port or self.ports.p_agent),
+            tls_name=self._tls_name(P_AGENT),
+        )
         return {
             **dict(self.plan.base.agent),
             "name": f"{ENGINE}-agent",
@@ -193,9 +218,8 @@ class Stack:
             "host": "127.0.0.1",
             "port": self.ports.d_agent,
             "transfer_keys": (self.transfer_key,),
-            "peers": (
-                AgentPeer(name=PEER, instances=(InstanceAddress(name=INSTANCE, address=address),)),
-            ),
+            "peers": (AgentPeer(name=PEER, instances=(instance,)),),
+            "tls": self._tls(D_AGENT, GATEWAY),
         }
 
     def _p_agent(self) -> dict[str, Any]:
@@ -206,7 +230,27 @@ class Stack:
             "socket": self.directory / "p.sock",
             "host": "127.0.0.1",
             "port": self.ports.p_agent,
+            "tls": self._tls(P_AGENT, GATEWAY, D_AGENT),
+            "authorised": (self._d_client(),) if self.plan.tls else (),
         }
+
+    def _d_client(self) -> AuthorisedClient:
+        return AuthorisedClient(identity=D_AGENT, models=(self.plan.served_model_name,))
+
+    def _tls(self, name: str, *peers: str) -> TlsSettings | None:
+        """Of the process `name`, which `peers` may call."""
+        if not self.plan.tls:
+            return None
+        certs = self.directory / CERTS
+        return TlsSettings(
+            cert=certs / name / "cert.pem",
+            key=certs / name / "key.pem",
+            ca=certs / "ca.pem",
+            peers=peers,
+        )
+
+    def _tls_name(self, name: str) -> str | None:
+        return name if self.plan.tls else None
 
     def _process(
         self, name: str, command: str, section: Mapping[str, Any], core: int | None = None

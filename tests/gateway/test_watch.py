@@ -4,16 +4,21 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import pytest
 
 from gateway import watch
 from gateway.cluster_view import ClusterView
-from gateway.watch import WatchClient
+from gateway.watch import WatchClient, watch_endpoints
+from prfaas.dialling import Endpoint, checked_endpoint, open_files
+from prfaas.errors import ConfigError
 from prfaas.hashing import block_chain
+from prfaas.settings import TlsSettings
 from prfaas.snapshot import Outcome
 from prfaas.telemetry import WatchUpdate
 from prfaas.testing.gateway_setup import ENGINE, PLACE, d_engine, gateway_settings, link, until
+from prfaas.testing.pki import Pki
 from prfaas.testing.scripted_agent import ScriptedAgent, scripted_agent
 
 CHAIN = block_chain(list(range(64)), 16)
@@ -27,11 +32,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def following(
-    address: str, on_outcome: Callable[[Outcome], None] = lambda outcome: None
+    address: str,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+    tls: TlsSettings | None = None,
+    tls_name: str | None = None,
 ) -> AsyncIterator[ClusterView]:
     settings = gateway_settings(d_watch=address, limits={"watch_stale_s": 0.3})
     view = ClusterView(settings.gateway, settings.limits)
-    client = WatchClient(view, ENGINE, "gw", settings.limits, on_outcome)
+    endpoint = checked_endpoint(address, open_files(tls, "client", "tls"), tls_name, "d")
+    client = WatchClient(view, ENGINE, endpoint, "gw", settings.limits, on_outcome)
     task = asyncio.create_task(client.run())
     try:
         yield view
@@ -132,8 +141,70 @@ async def test_places_are_followed_by_their_own_name() -> None:
     async with scripted_agent(d_engine(name="whatever it calls itself"), ()) as agent:
         settings = gateway_settings(p_watch=agent.address)
         view = ClusterView(settings.gateway, settings.limits)
-        client = WatchClient(view, PLACE, "gw", settings.limits, lambda outcome: None)
+        client = WatchClient(
+            view, PLACE, Endpoint(agent.address), "gw", settings.limits, lambda outcome: None
+        )
         task = asyncio.create_task(client.run())
         await until(lambda: view.feeds[PLACE].engine.ready, "the full event")
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+# --- mutual TLS ---
+
+
+async def test_certificates_that_change_cost_no_moment_of_the_feed(tmp_path: Path) -> None:
+    pki = Pki(tmp_path)
+    async with (
+        scripted_agent(d_engine(), (link(),), tls=pki.settings("d-agent")) as agent,
+        following(agent.address, tls=pki.settings("gw"), tls_name="d-agent") as view,
+    ):
+        await until(lambda: view.feeds[ENGINE].connected, "the full event")
+        lost: list[str] = []
+        view.disconnected = lost.append  # type: ignore[method-assign]
+        for streams in (2, 3):
+            pki.rotate("gw")
+            await until(lambda n=streams: agent.streams == n, "a stream over a new connection")
+            agent.change(queue_tokens=streams)
+            await until(lambda n=streams: view.feeds[ENGINE].engine.queue_tokens == n, "events")
+        assert lost == []
+        assert view.snapshot({}).local.load.age_s < 0.3
+        del view.disconnected
+
+
+@pytest.mark.parametrize("what", ["plain", "another CA", "another name"])
+async def test_who_does_not_fit_is_not_watched(tmp_path: Path, what: str) -> None:
+    pki, stranger = Pki(tmp_path / "pki"), Pki(tmp_path / "stranger")
+    tls = {"plain": None, "another CA": stranger.settings("gw"), "another name": pki.settings("gw")}
+    async with scripted_agent(d_engine(), (), tls=pki.settings("d-agent")) as agent:
+        name = "p0" if what == "another name" else None
+        async with following(agent.address, tls=tls[what], tls_name=name) as view:
+            await asyncio.sleep(0.4)
+            assert agent.streams == 0
+            assert not view.feeds[ENGINE].connected
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"d_watch": "10.0.0.1:1"}, "gateway.engines d-0: '10.0.0.1:1' is not a loopback address"),
+        ({"p_watch": "p.example:1"}, "gateway.peers p/p-0: 'p.example:1' is not a loopback"),
+        ({"p_watch": "127.0.0.1"}, "gateway.peers p/p-0: '127.0.0.1' is not host:port"),
+        ({"p_watch": "unix:/tmp/x"}, "gateway.peers p/p-0: 'unix:/tmp/x' is not host:port"),
+        ({"p_watch": "::1:5"}, "gateway.peers p/p-0: '::1:5' is not host:port"),
+    ],
+)
+def test_without_tls_only_loopback_is_watched(fields: dict[str, str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        watch_endpoints(gateway_settings(**fields).gateway, None)
+    assert says in caught.value.message
+
+
+def test_with_tls_any_host_may_be_watched(tmp_path: Path) -> None:
+    tls = Pki(tmp_path).settings("gw")
+    settings = gateway_settings(d_watch="[2001:db8::1]:1", p_watch="p.example:1", tls=tls)
+    found = watch_endpoints(settings.gateway, open_files(tls, "client", "gateway.tls"))
+    assert {place: each.address for place, each in found.items()} == {
+        ENGINE: "[2001:db8::1]:1",
+        PLACE: "p.example:1",
+    }

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.settings import Settings, load_settings
+from prfaas.tls_files import check_files
 from prfaas.up.stack import Stack, StackPlan, engine_cores, free_ports
 
 
@@ -84,3 +85,24 @@ def test_engines_are_pinned_only_where_there_are_two_cores(
     assert engine_cores(False) == (None, None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1})
     assert engine_cores(True) == (None, None)
+
+
+def test_with_tls_each_process_has_a_name_and_knows_whom_it_meets(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    plan = StackPlan(load_settings(), tmp_path / "m.gguf", "m", tls=True)
+    stack = Stack.create(plan, tmp_path)
+    stack.engines_and_agents()
+    stack.gateway()
+    gateway, agent = config_of(stack, "gateway").gateway, config_of(stack, "d-agent").agent
+    prefill = config_of(stack, "p-agent").prefill
+    names = {}
+    for section, use in ((gateway, "client"), (agent, "both"), (prefill, "server")):
+        assert section.tls is not None
+        names[use] = check_files(section.tls, use).names  # type: ignore[arg-type]
+        assert section.tls.key.resolve().stat().st_mode & 0o777 == 0o600
+    assert names == {"client": ("gateway",), "both": ("d-agent",), "server": ("p-agent",)}
+    assert (agent.tls.peers, prefill.tls.peers) == (("gateway",), ("gateway", "d-agent"))
+    assert gateway.engines[0].tls_name == "d-agent"
+    assert gateway.peers[0].tls_name == agent.peers[0].instances[0].tls_name == "p-agent"
+    (client,) = prefill.authorised
+    assert (client.identity, client.models, client.tenants) == ("d-agent", ("m",), ("*",))
