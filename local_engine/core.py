@@ -11,7 +11,7 @@ from local_engine.answer import Answer
 from local_engine.kv.blocks import BlockManager
 from local_engine.kv.events import CacheEventLog
 from local_engine.kv.pool import KvPool
-from local_engine.kv_export import Export, ExportLimits, ExportRefused, KvExporter
+from local_engine.kv_export import Export, ExportLimits, ExportRefused, KvExporter, invalid
 from local_engine.kv_import import KvImporter
 from local_engine.port import KvPort
 from local_engine.profile import MovingMean, PrefillFit
@@ -22,7 +22,7 @@ from local_engine.sequence import Phase, Sequence
 from local_engine.stream import TokenStream
 from local_engine.warm_up import warm_up
 from prfaas.clock import Clock
-from prfaas.errors import Cancelled, PrfaasError
+from prfaas.errors import Cancelled, Overloaded, PrfaasError
 from prfaas.hashing import BlockHash
 from prfaas.limits import Limits
 from prfaas.settings import EngineSettings
@@ -348,13 +348,13 @@ class EngineCore:
     def _check_export(self, start: PrefillStart) -> None:
         # The numeric probe, which uses no cache, is every engine's to answer.
         if start.use_cache and "prefill" not in self._settings.roles:
-            raise ExportRefused("invalid_request: this engine has no prefill role")
+            raise invalid("this engine has no prefill role")
         if (start.session, start.epoch) in self._exports:
-            raise ExportRefused("invalid_request: the session exists already")
+            raise invalid("the session exists already")
         if self.draining:
             raise ExportRefused("draining")
         if len(self._exports) >= self._limits.engine_max_waiting:
-            raise ExportRefused("overloaded")
+            raise ExportRefused(Overloaded.kind)
 
     def _begin_export(self, seq: Sequence, end: int = 0) -> LayerDone | None:
         """First contact with an export that has its blocks; the hook for its chunk up to `end`."""

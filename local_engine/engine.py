@@ -300,15 +300,18 @@ class Engine:
     def _rest(self) -> None:
         """Nothing to do until something comes."""
         if self._core.idle:
-            for future in self._when_idle:
-                if not future.done():
-                    future.set_result(None)
-            self._when_idle.clear()
+            self._tell_idle()
             now = self._clock.now()
             if now - self._checked_at >= _CHECK_INTERVAL_S:
                 self._checked_at = now
                 self._check_quietly()
         self._wake.wait(MIN_INTERVAL_S if self._feed and self._feed.pending else _IDLE_WAIT_S)
+
+    def _tell_idle(self) -> None:
+        for future in self._when_idle:
+            if not future.done():
+                future.set_result(None)
+        self._when_idle.clear()
 
     def _check_quietly(self) -> None:
         try:
@@ -326,4 +329,5 @@ class Engine:
             self._core.fail_all(error)
         except Exception:
             _LOG.exception("cannot end requests in order")
+        self._tell_idle()
         self._publish()

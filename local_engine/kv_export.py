@@ -11,12 +11,21 @@ import numpy as np
 from local_engine.kv.pool import KvPool
 from local_engine.port import KvPort
 from local_engine.sequence import Sequence
+from prfaas.errors import InvalidRequest
 from prfaas.layout import ChunkSpan, chunk_spans
 from prfaas_connect.port.messages import PortError, PrefillEnd, PrefillStart, Record
 
 
 class ExportRefused(Exception):
-    """A PrefillStart that cannot be served; its text is the reason given to the agent."""
+    """A PrefillStart that cannot be served; its text is the reason given to the agent.
+
+    It begins with the kind of one of our errors where one fits.
+    """
+
+
+def invalid(text: str) -> ExportRefused:
+    """The refusal of a session that asks for something wrong."""
+    return ExportRefused(f"{InvalidRequest.kind}: {text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +106,16 @@ class KvExporter:
     ) -> Export:  # fmt: skip
         """The session that `start` asks for. Raises ExportRefused with the reason."""
         if len(blob) % 4:
-            raise ExportRefused(f"invalid_request: {len(blob)} bytes are not int32 token ids")
+            raise invalid(f"{len(blob)} bytes are not int32 token ids")
         tokens = np.frombuffer(blob, dtype="<i4")
         if not 1 <= len(tokens) <= limits.max_tokens:
-            raise ExportRefused(
-                f"invalid_request: {len(tokens)} tokens, this engine takes 1 to {limits.max_tokens}"
-            )
+            raise invalid(f"{len(tokens)} tokens, this engine takes 1 to {limits.max_tokens}")
         if not 0 <= start.send_from <= len(tokens):
-            raise ExportRefused(
-                f"invalid_request: send_from {start.send_from} is not within {len(tokens)} tokens"
-            )
+            raise invalid(f"send_from {start.send_from} is not within {len(tokens)} tokens")
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= limits.vocab_size:
             wrong = low if low < 0 else high
-            raise ExportRefused(
-                f"invalid_request: token {wrong} is outside the vocabulary of {limits.vocab_size}"
-            )
+            raise invalid(f"token {wrong} is outside the vocabulary of {limits.vocab_size}")
         longest = min(limits.chunk_tokens, len(tokens)) * self._token_bytes
         if longest > self._port.ring_bytes:
             raise ExportRefused(

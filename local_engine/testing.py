@@ -16,7 +16,7 @@ from local_engine.core import EngineCore
 from local_engine.kv.pool import KvPool
 from local_engine.kv.table import BlockTable
 from local_engine.requests import EngineRequest, SamplingParams, TokenEvent
-from local_engine.runner import DecodeRow, LayerDone, PrefillChunk
+from local_engine.runner import DecodeRow, LayerDone, ModelRunner, PrefillChunk
 from local_engine.stream import TokenStream
 from prfaas.layout import GroupKind, KvLayout, LayerGroup
 from prfaas.limits import Limits
@@ -163,9 +163,10 @@ class ListStream(TokenStream):
 
 
 class CoreHarness:
-    """An `EngineCore` over a `ChainRunner`, stepped by the test; checks all books after each step.
+    """An `EngineCore` stepped by the test; checks all books after each step.
 
-    Streams are read at once unless `reads` is false.
+    Over a `ChainRunner`, or what `make_runner` makes of the pool. Streams are read at once unless
+    `reads` is false.
     """
 
     def __init__(
@@ -176,10 +177,12 @@ class CoreHarness:
         port: FakePort | None = None,
         limits: Limits | None = None,
         max_context: int = 1 << 16,
+        layout: KvLayout = CHAIN_LAYOUT,
+        make_runner: Callable[[KvPool], ModelRunner] | None = None,
         **settings: Any,
     ) -> None:
         self.clock = ManualClock()
-        self.pool = KvPool(CHAIN_LAYOUT, blocks, block_tokens)
+        self.pool = KvPool(layout, blocks, block_tokens)
         self.runner = ChainRunner(self.pool, self.clock)
         self.port = port
         self.limits = limits or Limits()
@@ -188,7 +191,8 @@ class CoreHarness:
         )
         self.admission = Admission(self.limits.engine_max_waiting)
         self.core = EngineCore(
-            self.runner, self.pool, self.settings, self.limits, self.admission,
+            make_runner(self.pool) if make_runner else self.runner,
+            self.pool, self.settings, self.limits, self.admission,
             vocab_size=CHAIN_VOCAB, max_context=max_context, epoch="e0", clock=self.clock,
         )  # fmt: skip
         if port is not None:

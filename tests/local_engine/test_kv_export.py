@@ -281,13 +281,13 @@ def test_cancelling_what_is_over_or_of_another_epoch_is_ignored() -> None:
 @pytest.mark.parametrize(
     ("message", "data", "reason"),
     [
-        (start(), b"", "invalid_request: 0 tokens"),
-        (start(), b"abc", "invalid_request: 3 bytes"),
-        (start(), blob([1, CHAIN_VOCAB]), f"invalid_request: token {CHAIN_VOCAB} is outside"),
-        (start(), blob([1, -1]), "invalid_request: token -1 is outside"),
-        (start(), blob([1] * 101), "invalid_request: 101 tokens, this engine takes 1 to 100"),
-        (start(send_from=3), blob([1, 2]), "invalid_request: send_from 3"),
-        (start(send_from=-1), blob([1, 2]), "invalid_request: send_from -1"),
+        (start(), b"", "invalid_request_error: 0 tokens"),
+        (start(), b"abc", "invalid_request_error: 3 bytes"),
+        (start(), blob([1, CHAIN_VOCAB]), f"invalid_request_error: token {CHAIN_VOCAB} is outside"),
+        (start(), blob([1, -1]), "invalid_request_error: token -1 is outside"),
+        (start(), blob([1] * 101), "invalid_request_error: 101 tokens, this engine takes 1 to 100"),
+        (start(send_from=3), blob([1, 2]), "invalid_request_error: send_from 3"),
+        (start(send_from=-1), blob([1, 2]), "invalid_request_error: send_from -1"),
     ],
 )
 def test_bad_sessions_are_refused_and_cost_nothing(
@@ -311,7 +311,7 @@ def test_sessions_that_cannot_be_served_now_are_refused() -> None:
     engine.core.draining = True
     engine.core.handle(start("d"), blob(tokens(8)))
     assert [(end.session, end.reason) for end in port.of(PrefillEnd)] == [
-        ("a", "invalid_request: the session exists already"),
+        ("a", "invalid_request_error: the session exists already"),
         ("c", "overloaded"),
         ("d", "draining"),
     ]
@@ -320,7 +320,7 @@ def test_sessions_that_cannot_be_served_now_are_refused() -> None:
 def test_an_engine_without_the_role_refuses_sessions() -> None:
     engine, port = engine_with_port(roles=("decode",))
     engine.core.handle(start(), blob(tokens(8)))
-    assert port.of(PrefillEnd)[0].reason == "invalid_request: this engine has no prefill role"
+    assert port.of(PrefillEnd)[0].reason == "invalid_request_error: this engine has no prefill role"
 
 
 def test_a_record_that_can_never_fit_the_ring_is_refused() -> None:
