@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from prfaas.errors import ConfigError, Unauthorized
+from prfaas.errors import ConfigError, Overloaded, Unauthorized
 from prfaas.rpc.status import error_of
 from prfaas.settings import TlsSettings
 from prfaas.testing.pki import Pki
@@ -394,3 +394,34 @@ def served_serial(port: int, client: TlsSettings) -> int:
         shown = sock.getpeercert()
     assert shown is not None
     return int(shown["serialNumber"], 16)
+
+
+async def test_one_client_cannot_take_every_rpc(pki: Pki) -> None:
+    async with serving(pki.settings("p"), max_rpcs_each=2) as port:
+        greedy, other = (dial(port, pki.settings(name)) for name in ("d0", "d1"))
+        held = [greedy.stream_stream("/Echo/Duplex")(timeout=5) for _ in range(2)]
+        for stream in held:
+            await stream.write(b"!")
+            assert await stream.read() == b"d0"
+        for kind in ("Unary", "Stream"):
+            make = greedy.unary_unary if kind == "Unary" else greedy.unary_stream
+            call_ = make(f"/Echo/{kind}")(b"!", timeout=5)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (call_ if kind == "Unary" else call_.read())
+            error = error_of(caught.value, peer="p", phase="test")
+            assert isinstance(error, Overloaded)
+            assert error.message == "d0 has 2 RPCs running already"
+        assert await call(other) == b"d1!"
+        held[0].cancel()
+        await held[1].done_writing()
+        while await held[1].read() is not grpc.aio.EOF:
+            pass
+        for _ in range(100):
+            try:
+                assert await greedy.unary_unary("/Echo/Unary")(b"!", timeout=5) == b"d0!"
+                break
+            except grpc.aio.AioRpcError:
+                await asyncio.sleep(0.01)
+        else:
+            pytest.fail("what has ended still counts")
+        await greedy.close()
