@@ -52,6 +52,12 @@ class Tally:
         self.add_phase(name, end_s - start_s)
 
 
+_PHASES = frozenset({"connect", "queue", "first_frame", "progress", "total", "lease"})
+
+
 def reason_of(error: PrfaasError) -> str:
-    """A stable word for an error: its kind, and the phase that ran out of time."""
-    return f"{error.kind}_{error.phase}" if error.phase else error.kind
+    """A stable word for an error: its kind, and the phase that ran out of time.
+
+    The other side's words are its own affair: only phases known here become part of a label.
+    """
+    return f"{error.kind}_{error.phase}" if error.phase in _PHASES else error.kind

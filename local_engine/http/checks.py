@@ -29,6 +29,8 @@ _NO_CHANGE: dict[str, tuple[Any, ...]] = {
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
 _UNSERVED_MESSAGE_FIELDS = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal")
 _SEED_BITS = 64
+_MAX_PARAMS_DEPTH = 16
+"""Of `kv_transfer_params`, which go on to the agent as they are: what passes here passes there."""
 
 
 def _refusable(kind: type[ChatRequest] | type[CompletionRequest]) -> tuple[tuple[str, Any], ...]:
@@ -49,6 +51,9 @@ def refuse_unsupported(request: ChatRequest | CompletionRequest) -> None:
     if request.return_token_ids and request.stream:
         name = "return_token_ids"
         raise InvalidRequest(f"{name} is not supported in a stream", param=name)
+    if _depth(request.kv_transfer_params) > _MAX_PARAMS_DEPTH:
+        name = "kv_transfer_params"
+        raise InvalidRequest(f"{name} is nested too deeply", param=name)
     options = request.stream_options
     if options is None:
         return
@@ -57,6 +62,20 @@ def refuse_unsupported(request: ChatRequest | CompletionRequest) -> None:
         raise InvalidRequest(f"{name} is not supported by this engine", param=name)
     if not request.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+
+
+def _depth(value: object) -> int:
+    """Levels of objects and lists in a JSON value, counted no further than it matters."""
+    level: list[Any] = [value]
+    depth = 0
+    while depth <= _MAX_PARAMS_DEPTH:
+        level = [node for node in level if isinstance(node, dict | list)]
+        if not level:
+            break
+        depth += 1
+        inner = [node.values() if isinstance(node, dict) else node for node in level]
+        level = [child for children in inner for child in children]
+    return depth
 
 
 def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:

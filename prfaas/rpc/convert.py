@@ -6,6 +6,8 @@ refuse (an unsupported layout is IncompatibleLayout).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -35,7 +37,26 @@ def _parse(kind: type[M], data: bytes | memoryview) -> M:
         message.ParseFromString(bytes(data))
     except DecodeError as exc:
         raise ProtocolError(f"payload is not a {kind.__name__}: {exc}") from exc
+    _require_finite(message)
     return message
+
+
+def _require_finite(message: Message) -> None:
+    """Raise ProtocolError for a number that is none: one NaN would upset a loop's timers."""
+    for field, value in message.ListFields():
+        if isinstance(value, float):
+            items: Iterable[object] = (value,)
+        elif field.message_type is None:
+            continue
+        elif isinstance(value, Message):
+            items = (value,)
+        else:
+            items = value.values() if isinstance(value, Mapping) else value
+        for item in items:
+            if isinstance(item, Message):
+                _require_finite(item)
+            elif isinstance(item, float) and not math.isfinite(item):
+                raise ProtocolError(f"{message.DESCRIPTOR.name}.{field.name} is {item}")
 
 
 def _bytes(message: Message) -> bytes:
@@ -468,6 +489,7 @@ def watch_to_pb(value: WatchUpdate) -> pb.WatchEvent:
 
 
 def watch_from_pb(message: pb.WatchEvent) -> WatchUpdate:
+    _require_finite(message)
     return WatchUpdate(
         seq=message.seq,
         full=message.full,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -44,6 +45,12 @@ BAD_REQUESTS = [
     (TEXT, {"prompt": "x", "suffix": "y"}, "invalid_request_error", "suffix"),
     (TEXT, {"prompt": "x", "best_of": 2}, "invalid_request_error", "best_of"),
     (TEXT, {"prompt": "x", "kv_transfer_params": 3}, "invalid_request_error", "kv_transfer_params"),
+    (
+        TEXT,
+        {"prompt": "x", "kv_transfer_params": {"a": json.loads("[" * 16 + "]" * 16)}},
+        "invalid_request_error",
+        "kv_transfer_params",
+    ),
     (TEXT, {"prompt": "x", "unheard_of": 1}, "invalid_request_error", "unheard_of"),
     (TEXT, {"prompt": "x", "stream_options": {}}, "invalid_request_error", "stream_options"),
     (CHAT, {"messages": []}, "invalid_request_error", "messages"),

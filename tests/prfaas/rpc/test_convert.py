@@ -235,3 +235,17 @@ def test_details_keep_absent_and_zero_apart() -> None:
     back = convert.error_from_bytes(convert.error_to_bytes(Overloaded("m", retry_after_s=0.0)))
     assert back.retry_after_s == 0.0
     assert convert.error_from_bytes(convert.error_to_bytes(Overloaded("m"))).retry_after_s is None
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_none_is_refused_wherever_it_stands(value: float) -> None:
+    opening = pb.SessionOpen(deadline_s=value).SerializeToString()
+    with pytest.raises(ProtocolError, match="deadline_s"):
+        convert.open_from_bytes(opening)
+    for event, name in (
+        (pb.WatchEvent(links=[pb.LinkSample(rtt_s=value)]), "rtt_s"),
+        (pb.WatchEvent(engines=[pb.EngineState(curve=pb.PrefillCurve(base_s=value))]), "base_s"),
+        (pb.WatchEvent(outcomes=[pb.OutcomeEvent(phases={"total": value})]), "phases"),
+    ):
+        with pytest.raises(ProtocolError, match=name):
+            convert.watch_from_pb(event)
