@@ -130,7 +130,12 @@ class FetchJob:
     # --- bringing ---
 
     async def _run(self) -> None:
-        error = await self._bring()
+        try:
+            error = await self._bring()
+        except Exception as exc:  # the engine must hear something, or its request hangs
+            log.exception("%r", self)
+            error = PrfaasError(f"internal error: {exc!r}")
+            self._reason = reason_of(error)
         try:
             self._answer(error)
         except PortClosed:

@@ -169,6 +169,8 @@ class Receiver:
                 await self._stream.write(message)
         except TimeoutError:
             raise self._timed_out() from None
+        except asyncio.InvalidStateError:
+            return  # it has failed already; reading tells why
 
     async def _next_message(self) -> bytes:
         left = self._phase_start_s + self._phase_limit_s() - self._clock.now()

@@ -18,6 +18,7 @@ from prfaas.rpc.status import status_of
 from prfaas.rpc.v1 import prefill_pb2 as pb
 from prfaas.sessions import SendState
 from remote_prefill.prefill_agent import PrefillAgent, ServedSession
+from remote_prefill.server_stream import ServerStream
 from remote_prefill.transport import SERVICE
 
 log = logging.getLogger(__name__)
@@ -108,56 +109,52 @@ class PrefillService:
 
     async def transfer(self, _: AsyncIterator[bytes], context: Context) -> None:
         """One session. Every failure is an ERROR frame, then the stream ends."""
+        stream = ServerStream(context)
+        try:
+            await self._run(stream, context)
+        finally:
+            await stream.close()
+
+    async def _run(self, stream: ServerStream, context: Context) -> None:
+        opening = Frame(FrameType.ERROR, 0)
         try:
             client = self._agent.access.client(context)
-            frames = await self._first_message(context)
-            opening = frames[0]
-        except PrfaasError as exc:
-            await self._refuse(Frame(FrameType.ERROR, 0), exc, context)
-            return
-        try:
+            opening = await self._opening(stream)
             served = self._agent.admit(opening, client)
         except PrfaasError as exc:
-            await self._refuse(opening, exc, context)
+            await self._refuse(opening, exc, stream)
             return
         reason = "cancelled"
         try:
-            reason = await self._serve(served, context)
+            reason = await self._serve(served, stream)
         finally:
             if served.machine.state is SendState.SEALED:
                 reason = ""  # a stream that the receiver closes once it has the seal
             self._agent.end(served, reason)
             log.info("session ended %r reason=%s", served.machine, reason or "none")
 
-    async def _first_message(self, context: Context) -> list[Frame]:
+    async def _opening(self, stream: ServerStream) -> Frame:
         try:
-            data = await asyncio.wait_for(context.read(), OPEN_TIMEOUT_S)
+            data = await asyncio.wait_for(stream.read(), OPEN_TIMEOUT_S)
         except TimeoutError:
             raise PrefillTimeout("no OPEN frame came", phase="connect") from None
-        if not isinstance(data, bytes):
-            raise ProtocolError("the stream ended before it opened a session")
         frames = list(parse_all(data))
         if len(frames) != 1 or frames[0].type is not FrameType.OPEN:
             raise ProtocolError("a stream begins with one OPEN frame")
-        return frames
+        return frames[0]
 
-    async def _refuse(self, opening: Frame, error: PrfaasError, context: Context) -> None:
+    async def _refuse(self, opening: Frame, error: PrfaasError, stream: ServerStream) -> None:
         log.info("session refused s=%x kind=%s: %s", opening.session, error.kind, error)
         self._agent.metrics.sessions.labels("refused", error.kind).inc()
-        await context.write(
-            Frame(
-                FrameType.ERROR,
-                opening.session,
-                opening.epoch,
-                payload=convert.error_to_bytes(error),
-            ).serialize()
-        )
+        payload = convert.error_to_bytes(error)
+        frame = Frame(FrameType.ERROR, opening.session, opening.epoch, payload=payload)
+        await self._tell(frame, stream)
 
-    async def _serve(self, served: ServedSession, context: Context) -> str:
+    async def _serve(self, served: ServedSession, stream: ServerStream) -> str:
         """Run the session beside what its other side says; the kind of its error, or empty."""
         machine = served.machine
-        sender = asyncio.ensure_future(self._agent.sender(served, context.write).run())
-        listener = asyncio.ensure_future(self._listen(served, context))
+        sender = asyncio.ensure_future(self._agent.sender(served, stream.write).run())
+        listener = asyncio.ensure_future(self._listen(served, stream))
         stopped = asyncio.ensure_future(served.stopped.wait())
         try:
             await self._first_of(served, sender, listener, stopped)
@@ -171,9 +168,11 @@ class PrefillService:
             for task in (sender, listener, stopped):
                 task.cancel()
             await asyncio.gather(sender, listener, stopped, return_exceptions=True)
-        # A silent or cancelled other side takes no frame, and its bytes are to be freed now.
-        if error.phase != "lease" and not machine.ended:
-            await self._tell(machine.fail(error), context)
+        # A silent other side, or one that has left, takes no frame; its bytes are freed now.
+        if isinstance(error, Cancelled) or error.phase == "lease":
+            machine.cancel()
+        elif not machine.ended:
+            await self._tell(machine.fail(error), stream)
         return error.kind
 
     async def _first_of(
@@ -198,18 +197,17 @@ class PrefillService:
         else:
             listener.result()
 
-    async def _tell(self, frame: Frame, context: Context) -> None:
+    async def _tell(self, frame: Frame, stream: ServerStream) -> None:
+        timeout_s = self._agent.limits.control_timeout_s
         try:
-            await asyncio.wait_for(
-                context.write(frame.serialize()), self._agent.limits.control_timeout_s
-            )
-        except (TimeoutError, grpc.RpcError, asyncio.InvalidStateError):
+            await asyncio.wait_for(stream.write(frame.serialize()), timeout_s)
+        except (TimeoutError, Cancelled):
             log.info("session %x: nobody takes its error", frame.session)
 
-    async def _listen(self, served: ServedSession, context: Context) -> NoReturn:
+    async def _listen(self, served: ServedSession, stream: ServerStream) -> NoReturn:
         """Take ACK and CANCEL until an error: Cancelled, PrefillTimeout (lease), ProtocolError."""
         clock = self._agent.clock
-        read = asyncio.ensure_future(context.read())
+        read = asyncio.ensure_future(stream.read())
         try:
             while True:
                 left = served.heard_s + served.lease_s - clock.now()
@@ -218,14 +216,13 @@ class PrefillService:
                     raise PrefillTimeout(
                         f"the other side was silent for {served.lease_s:.1f} s", phase="lease"
                     )
-                data = read.result()
-                if not isinstance(data, bytes):
-                    raise Cancelled("the other side has closed the stream")
+                message = read.result()
                 served.heard_s = clock.now()
-                for frame in parse_all(data):
+                for frame in parse_all(message):
                     served.machine.receive(frame)
                 if served.machine.state is SendState.CANCELLED:
                     raise Cancelled("the other side has cancelled")
-                read = asyncio.ensure_future(context.read())
+                read = asyncio.ensure_future(stream.read())
         finally:
             read.cancel()
+            await asyncio.gather(read, return_exceptions=True)

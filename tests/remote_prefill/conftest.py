@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,15 @@ class PrefillSite:
     async def clean(self) -> None:
         """Wait for `assert_clean` to hold."""
         await eventually(self.assert_clean)
+
+
+@pytest.fixture(autouse=True)
+def no_internal_error(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail a test in which an agent met an exception it did not expect."""
+    yield
+    for when in ("setup", "call", "teardown"):
+        unexpected = [r for r in caplog.get_records(when) if r.exc_info]  # type: ignore[arg-type]
+        assert not unexpected, [r.getMessage() for r in unexpected]
 
 
 @pytest.fixture
