@@ -156,6 +156,7 @@ def test_a_cleared_cache_gives_no_hits_and_running_sequences_do_not_refill_it() 
     engine.core.clear_cache()
     engine.core.check()
     engine.run()
+    assert engine.core.stats().cached_blocks == 0
     for name, seed in (("b", 0), ("c", 1)):
         engine.submit(name, tokens(20, seed))
         engine.run()

@@ -156,10 +156,25 @@ def test_prefixes_of_waiting_requests_are_the_last_to_go() -> None:
     bench.order += 1
     bench.add("young", 8)
     bench.prefill_all()
-    for _ in range(13):
+    for _ in range(16):
         bench.decode()
-    assert bench.preempted[0] == ("young", Phase.DECODING)
-    assert ("remote", Phase.REMOTE) not in bench.preempted[:1]
+    assert bench.preempted == [("young", Phase.DECODING), ("remote", Phase.REMOTE)]
+
+
+def test_a_preempted_sequence_whose_client_does_not_read_is_not_prefilled_again() -> None:
+    bench = Bench(5)
+    bench.add("a", 8)
+    bench.add("b", 8)
+    bench.prefill_all()
+    _, b = bench.scheduler.queue(Phase.DECODING)
+    b.paused = True
+    for _ in range(7):
+        bench.decode()
+    assert bench.preempted == [("b", Phase.DECODING)]
+    bench.scheduler.finish(bench.scheduler.queue(Phase.DECODING)[0])
+    assert bench.prefill() is None
+    b.paused = False
+    assert bench.prefill() == "b"
 
 
 def test_a_starved_prompt_keeps_newer_ones_out() -> None:
