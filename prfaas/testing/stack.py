@@ -16,9 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from prfaas.settings import Settings, load_settings
+from prfaas.testing.link import LinkShape
+from prfaas.testing.link_process import LinkProcess
 from prfaas.up.process import ManagedProcess, ProcessSpec
-from prfaas.up.stack import READY_TIMEOUT_S, Stack, StackPlan
+from prfaas.up.stack import READY_TIMEOUT_S, Stack, StackPlan, free_ports
 
 T = TypeVar("T")
 STOP_GRACE_S = 10.0
@@ -48,8 +52,22 @@ class Answer:
 class RunningStack:
     """Owns the five processes of a Stack; every method may be called from any thread."""
 
-    def __init__(self, stack: Stack, specs: tuple[ProcessSpec, ...]) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        specs: tuple[ProcessSpec, ...],
+        link: LinkProcess | None = None,
+        metrics_ports: Mapping[str, int] | None = None,
+    ) -> None:
+        """`link`: the relay between D and P, not started yet. `metrics_ports`: of the agents."""
         self.stack = stack
+        self._link = link
+        self._metrics_urls = {
+            "gateway": stack.gateway_url,
+            "d-engine": stack.d_engine_url,
+            "p-engine": stack.p_engine_url,
+            **{n: f"http://127.0.0.1:{port}" for n, port in (metrics_ports or {}).items()},
+        }
         self._specs = {spec.name: spec for spec in specs}
         self._processes: dict[str, ManagedProcess] = {}
         self._loop = asyncio.new_event_loop()
@@ -58,6 +76,8 @@ class RunningStack:
     def start(self) -> None:
         """Start all processes and wait until they are ready and the pair has been probed."""
         self._thread.start()
+        if self._link is not None:
+            self._run(self._link.__aenter__())
         self._run(self._start(list(self._specs)))
         self.wait_link_ready()
 
@@ -70,6 +90,16 @@ class RunningStack:
             self._thread.join()
             self._loop.close()
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """Processes that were started and not ended here, by name."""
+        return {name: process.pid for name, process in self._processes.items()}
+
+    def bend(self, act: Callable[[LinkProcess], Coroutine[Any, Any, T]]) -> T:
+        """Do something to the link between D and P."""
+        assert self._link is not None
+        return self._run(act(self._link))
+
     def kill(self, name: str) -> None:
         """SIGKILL one process."""
         self._run(self._processes.pop(name).kill())
@@ -77,6 +107,11 @@ class RunningStack:
     def restart(self, name: str) -> None:
         """Start a process that was killed or stopped."""
         self._run(self._start([name]))
+
+    def add(self, spec: ProcessSpec) -> None:
+        """Start one more process, which then is as the others."""
+        self._specs[spec.name] = spec
+        self.restart(spec.name)
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Any signal, SIGSTOP and SIGCONT among them."""
@@ -119,28 +154,38 @@ class RunningStack:
         with urllib.request.urlopen(url, timeout=30) as reply:
             return json.load(reply)
 
-    def record(self, request_id: str) -> dict[str, Any]:
+    def record(self, request_id: str, *, url: str | None = None) -> dict[str, Any]:
         """What the gateway remembers of a request, once its outcome is there where one is due."""
+        gateway_url = url or self.stack.gateway_url
 
         def look() -> dict[str, Any] | None:
-            found: dict[str, Any] = self.get(
-                f"{self.stack.gateway_url}/prfaas/requests/{request_id}"
-            )
+            found: dict[str, Any] = self.get(f"{gateway_url}/prfaas/requests/{request_id}")
             due = found["decision"]["target"] == "remote" and found.get("outcome") is None
             return None if due else found
 
         return wait_until(look, 10, f"outcome of {request_id}")
+
+    def metrics(self, name: str) -> dict[str, float]:
+        """Prometheus samples of one process as `name{label="value"}`."""
+        with urllib.request.urlopen(f"{self._metrics_urls[name]}/metrics", timeout=30) as reply:
+            text = reply.read().decode()
+        return {
+            sample.name + _label_text(sample.labels): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
 
     def integrity(self, url: str) -> dict[str, Any]:
         """Runs the engine's pool check; the counts it found."""
         found: dict[str, Any] = self.get(f"{url}/debug/integrity")
         return found
 
-    def wait_link_ready(self, timeout_s: float = 60.0) -> None:
+    def wait_link_ready(self, timeout_s: float = 60.0, *, url: str | None = None) -> None:
         """Until the gateway sees the instance paired, probed and with fresh telemetry."""
+        gateway_url = url or self.stack.gateway_url
 
         def ready() -> bool:
-            cluster = self.get(f"{self.stack.gateway_url}/prfaas/cluster")
+            cluster = self.get(f"{gateway_url}/prfaas/cluster")
             fresh_s, remotes = cluster["max_age_s"] / 2, cluster["remotes"]
             return bool(remotes) and all(
                 remote["ready"] and max(remote["load"]["age_s"], remote["link"]["age_s"]) < fresh_s
@@ -165,7 +210,14 @@ class RunningStack:
         statuses: dict[str, int | None] = {}
         for name in reversed(list(self._processes)):
             statuses[name] = await self._processes.pop(name).stop(STOP_GRACE_S)
+        if self._link is not None:
+            await self._link.__aexit__()
         return statuses
+
+
+def _label_text(labels: Mapping[str, str]) -> str:
+    inner = ",".join(f'{name}="{value}"' for name, value in sorted(labels.items()))
+    return f"{{{inner}}}" if inner else ""
 
 
 def wait_until(condition: Callable[[], T | None], timeout_s: float, what: str) -> T:
@@ -191,21 +243,32 @@ def running_stack(
     d_engine: Mapping[str, Any] | None = None,
     p_engine: Mapping[str, Any] | None = None,
     prefill: Mapping[str, Any] | None = None,
-    prefill_port: int | None = None,
+    link: LinkShape | None = None,
     tls: bool = False,
 ) -> Iterator[RunningStack]:
-    """A started stack in a private `directory`; ended on exit."""
+    """A started stack in a private `directory`; ended on exit.
+
+    `link`: D and the gateway reach P through a bendable link of this shape.
+    """
     directory.mkdir(mode=0o700, exist_ok=True)
     plan = StackPlan(base or load_settings(), model, "test-model", threads=1, pin=False, tls=tls)
     stack = Stack.create(plan, directory)
-    specs = stack.engines_and_agents(
-        prefill_port=prefill_port,
-        agent=agent,
-        d_engine=d_engine,
-        p_engine=p_engine,
-        prefill=prefill,
+    d_metrics, p_metrics, link_port = free_ports(3)
+    relay = None
+    if link is not None:
+        relay = LinkProcess("127.0.0.1", stack.ports.p_agent, link, listen_port=link_port)
+    prefill_port = link_port if link is not None else None
+    specs = (
+        *stack.engines_and_agents(
+            prefill_port=prefill_port,
+            agent={"metrics_port": d_metrics, **(agent or {})},
+            d_engine=d_engine,
+            p_engine=p_engine,
+            prefill={"metrics_port": p_metrics, **(prefill or {})},
+        ),
+        stack.gateway(prefill_port=prefill_port, settings=gateway),
     )
-    running = RunningStack(stack, (*specs, stack.gateway(settings=gateway)))
+    running = RunningStack(stack, specs, relay, {"d-agent": d_metrics, "p-agent": p_metrics})
     try:
         running.start()
         yield running
