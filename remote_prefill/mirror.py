@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 class EngineMirror:
     """The engine named `name` as the feed shows it; one connection at a time.
 
-    What is free is asked for whenever the state is published, with every Stats at least.
+    What is free, and (tokens, sessions) that wait at the agent and that the engine does not know
+    of yet, are asked for whenever the state is published, with every Stats at least.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class EngineMirror:
         *,
         free_staging: Callable[[], int] = lambda: 0,
         free_retention: Callable[[], int] = lambda: 0,
+        queued: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         self._name = name
         self._feed = feed
@@ -37,6 +39,7 @@ class EngineMirror:
         self._draining = False
         self._free_staging = free_staging
         self._free_retention = free_retention
+        self._queued = queued
         self.publish()
 
     def connected(self, conn: EngineConn) -> None:
@@ -82,13 +85,14 @@ class EngineMirror:
             self._feed.set_engine(EngineInfo(self._name, draining=self._draining))
             return
         hello = conn.hello
+        queued_tokens, queued_sessions = self._queued()
         self._feed.set_engine(
             EngineInfo(
                 name=self._name,
                 ready=stats is not None,
                 draining=self._draining or (stats is not None and stats.draining),
-                queue_tokens=stats.queue_tokens if stats else 0,
-                waiting=stats.waiting if stats else 0,
+                queue_tokens=queued_tokens + (stats.queue_tokens if stats else 0),
+                waiting=queued_sessions + (stats.waiting if stats else 0),
                 running=stats.running if stats else 0,
                 context_tokens=stats.context_tokens if stats else 0,
                 free_blocks=stats.free_blocks if stats else 0,

@@ -53,6 +53,7 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
 STOP_TIMEOUT_S = 2.0
+STATS_TO_SHOW = 2
 SUPPORTED_QUALITY = ("exact",)
 
 
@@ -70,6 +71,12 @@ class ServedSession:
     """Monotonic times of OPEN and of the last frame from the other side."""
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     stop_error: PrfaasError | None = None
+    stats_since_start: int = 0
+
+    @property
+    def waits(self) -> bool:
+        """For retention: the engine does not know of it."""
+        return not self.ticket.granted.is_set()
 
     def stop(self, error: PrfaasError) -> None:
         """Have the handler end the session with `error`."""
@@ -99,7 +106,10 @@ class PrefillAgent:
         self.retention = RetentionPool(settings.retention_bytes, limits.prefill_queue_sessions)
         self._executor = ThreadPoolExecutor(settings.codec_threads, "codec")
         self._mirror = EngineMirror(
-            settings.instance, self.feed, free_retention=lambda: self.retention.free_bytes
+            settings.instance,
+            self.feed,
+            free_retention=lambda: self.retention.free_bytes,
+            queued=self._queued,
         )
         self._conn: EngineConn | None = None
         self._hub: ExportHub | None = None
@@ -144,6 +154,7 @@ class PrefillAgent:
                 hub.on_end(message)
             elif isinstance(message, Stats):
                 self._mirror.stats(message)
+                self._announce()
             elif isinstance(message, KvEvents):
                 self._mirror.kv_events(message)
             elif isinstance(message, Fetch):
@@ -248,6 +259,7 @@ class PrefillAgent:
         served.ticket.release()
         client = served.client
         self.sessions.pop((client.identity, machine.session), None)
+        self.feed.leave(machine.request.transfer_id)
         owner = (client.identity, client.counted_tenant(machine.request.tenant))
         self.metrics.client_sessions.labels(*owner, machine.state.value).inc()
         self.metrics.client_wire_bytes.labels(*owner).inc(machine.wire_bytes)
@@ -290,6 +302,22 @@ class PrefillAgent:
         """End the codec threads, once the handlers have ended."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._executor.shutdown)
+
+    def _queued(self) -> tuple[int, int]:
+        waiting = [served.machine.request for served in self.sessions.values() if served.waits]
+        return sum(request.token_count for request in waiting), len(waiting)
+
+    def _announce(self) -> None:
+        """Name the transfers that the load now includes, so that no gateway counts them twice.
+
+        The first Stats after a start may have been on its way before it; the second was not.
+        """
+        for served in self.sessions.values():
+            if served.waits or served.stats_since_start >= STATS_TO_SHOW:
+                continue
+            served.stats_since_start += 1
+            if served.stats_since_start == STATS_TO_SHOW:
+                self.feed.start(served.machine.request.transfer_id)
 
     def _publish(self) -> None:
         if self.sessions:

@@ -50,7 +50,7 @@ class WatchFeed:
         self.engine: EngineInfo | None = None
         self.index: KvIndex | None = None
         self.active: dict[str, None] = {}
-        """Transfers started and without outcome, oldest first."""
+        """Transfers that are in the load now, oldest first."""
         self.outcomes: deque[Outcome] = deque(maxlen=limits.outcome_history)
         self._watchers: set[Watcher] = set()
 
@@ -90,6 +90,10 @@ class WatchFeed:
         self.active[transfer_id] = None
         for watcher in self._watchers:
             watcher.add_started(transfer_id)
+
+    def leave(self, transfer_id: str) -> None:
+        """A transfer is over whose outcome is another agent's to tell."""
+        self.active.pop(transfer_id, None)
 
     def finish(self, outcome: Outcome) -> None:
         """The outcome of a transfer."""

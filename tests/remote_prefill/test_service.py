@@ -299,6 +299,39 @@ async def test_sessions_beyond_retention_queue_in_order_and_hear_their_place(
     await site.clean()
 
 
+async def test_the_feed_counts_what_waits_and_names_what_the_load_includes(
+    prefill_site: Any, tokens: Any
+) -> None:
+    site = await prefill_site(
+        engine={"script": PrefillScript(stop_before=(1, 0))},
+        retention_bytes=SCRIPTED_LAYOUT.session_bytes(0, 16),
+    )
+    feed = site.agent.feed
+    first = await Client(site, tokens(16), session=1, transfer_id="one").open()
+    await first.until(FrameType.KV)
+    second = await Client(site, tokens(16), session=2, transfer_id="two").open()
+    await second.until(FrameType.ACCEPT)
+    assert not feed.active, "no Stats has come since the start"
+
+    def shown(tokens_: int, waiting: int) -> None:
+        assert (feed.engine.queue_tokens, feed.engine.waiting) == (tokens_, waiting)
+
+    site.engine.stats(queue_tokens=9, waiting=1)
+    await eventually(lambda: shown(9 + 16, 1 + 1))
+    assert not feed.active, "that Stats may be older than the start"
+    site.engine.stats(queue_tokens=9, waiting=1)
+
+    def named(*ids: str) -> None:
+        assert list(feed.active) == list(ids)
+
+    await eventually(lambda: named("one"))
+    site.engine.script.go.set()
+    for client in (first, second):
+        await client.rest()
+    await site.clean()
+    named()
+
+
 async def test_more_sessions_than_the_limit_are_refused(prefill_site: Any, tokens: Any) -> None:
     script = PrefillScript(stop_before=(0, 1))
     site = await prefill_site(engine={"script": script}, limits={"agent_max_sessions": 1})
