@@ -20,7 +20,7 @@ from local_engine.runner import DecodeRow, LayerDone, ModelRunner, PrefillChunk
 from local_engine.scheduler import Scheduler
 from local_engine.sequence import Phase, Sequence
 from local_engine.stream import TokenStream
-from local_engine.warm_up import warm_up
+from local_engine.warm_up import measure, warm_up
 from prfaas.clock import Clock
 from prfaas.errors import Cancelled, Overloaded, PrfaasError
 from prfaas.hashing import BlockHash
@@ -33,6 +33,9 @@ from prfaas_connect.port.messages import (
     PrefillEnd,
     PrefillStart,
 )
+
+IDLE_MEASURE_SPREAD = 32
+"""An engine that stays idle times itself at most so many times less often than at first."""
 
 
 class EngineCore:
@@ -84,6 +87,8 @@ class EngineCore:
         self._exports: dict[tuple[str, int], Export] = {}
         self._slow: set[Answer] = set()
         self._chunk_gave_way = False
+        self._timed_at = clock.now()
+        self._measured_idle = 0
         self._fit = PrefillFit(settings.chunk_tokens)
         self._decode_step = MovingMean()
         self._finished: Counter[str] = Counter()
@@ -110,6 +115,23 @@ class EngineCore:
             self._runner, self._pool, self._blocks, self._fit, self._decode_step,
             self._settings.chunk_tokens, self._clock,
         )  # fmt: skip
+        self._timed_at = self._clock.now()
+
+    def measure_if_due(self) -> bool:
+        """An idle engine times itself anew, less and less often while nothing comes."""
+        first_s = self._settings.idle_measure_s
+        if not first_s or not self.idle:
+            return False
+        due_s = min(first_s * 2**self._measured_idle, first_s * IDLE_MEASURE_SPREAD)
+        if self._clock.now() - self._timed_at < due_s:
+            return False
+        measure(
+            self._runner, self._pool, self._blocks, self._fit, self._decode_step,
+            self._settings.chunk_tokens, self._clock,
+        )  # fmt: skip
+        self._timed_at = self._clock.now()
+        self._measured_idle += 1
+        return True
 
     def add(self, answer: Answer) -> None:
         """Start to work on a request."""
@@ -234,6 +256,7 @@ class EngineCore:
         self._runner.prefill_chunk(chunk, on_layer)
         now = self._clock.now()
         self._fit.observe(len(chunk.token_ids), chunk.start, now - started)
+        self._timed_at, self._measured_idle = now, 0
         self._computed_tokens += len(chunk.token_ids)
         if isinstance(seq, Answer):
             seq.prefilled(started, now)

@@ -301,6 +301,8 @@ class Engine:
         """Nothing to do until something comes."""
         if self._core.idle:
             self._tell_idle()
+            if self._core.measure_if_due():
+                self._publish()
             now = self._clock.now()
             if now - self._checked_at >= _CHECK_INTERVAL_S:
                 self._checked_at = now

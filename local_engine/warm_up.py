@@ -1,4 +1,4 @@
-"""A few measured chunks and decode steps before the first request."""
+"""Measured chunks and decode steps that serve nobody: before the first request, and when idle."""
 
 from __future__ import annotations
 
@@ -58,3 +58,38 @@ def warm_up(
     finally:
         blocks.release(taken)
     fit.finish_warm_up()
+
+
+def measure(
+    runner: ModelRunner,
+    pool: KvPool,
+    blocks: BlockManager,
+    fit: PrefillFit,
+    decode_step: MovingMean,
+    chunk_tokens: int,
+    clock: Clock,
+) -> None:
+    """Time one chunk and one decode step of an idle engine; costs the oldest cached blocks at most.
+
+    An engine that nobody chooses would otherwise keep the curve of a bad moment, and so never be
+    chosen.
+    """
+    room = blocks.available * pool.block_tokens
+    chunk = min(chunk_tokens, room - 1)
+    if chunk < 1:
+        return
+    taken = blocks.allocate(-(-(chunk + 1) // pool.block_tokens))
+    if taken is None:
+        return
+    try:
+        table = pool.new_table()
+        table.extend(taken)
+        began = clock.now()
+        runner.prefill_chunk(PrefillChunk([0] * chunk, 0, table))
+        fit.observe(chunk, 0, clock.now() - began)
+        draw = TokenDraw(SamplingParams(max_tokens=1, temperature=0.0), seed=0, index=0)
+        began = clock.now()
+        runner.decode([DecodeRow(0, chunk, table, draw)])
+        decode_step.observe(clock.now() - began)
+    finally:
+        blocks.release(taken)

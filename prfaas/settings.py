@@ -193,6 +193,11 @@ class EngineSettings(Section):
         ("prefill", "decode"), description="What the engine offers on KvPort."
     )
     paced: Path | None = Field(None, description="Profile whose step times replace computing.")
+    idle_measure_s: float = Field(
+        30.0,
+        ge=0,
+        description="Idle time after which one chunk and decode step are timed anew; 0: never.",
+    )
     debug_endpoints: bool = Field(False, description="Serve /debug/integrity and cache reset.")
 
 

@@ -388,3 +388,39 @@ def test_the_warm_up_measures_and_leaves_nothing_behind() -> None:
     engine.submit("a", tokens(20))
     engine.run()
     engine.assert_answered("a")
+
+
+def test_an_idle_engine_times_itself_anew_and_ever_less_often() -> None:
+    engine = CoreHarness(idle_measure_s=10.0)
+    engine.runner.token_s, engine.runner.step_s = 0.01, 0.1
+    engine.runner.strict = False
+    engine.core.warm_up()
+    slow = engine.core.stats().prefill_token_s
+    engine.runner.token_s, engine.runner.step_s = 0.002, 0.03
+    waits: list[float] = []
+    since = engine.clock.now()
+    while len(waits) < 9:
+        engine.clock.advance(1.0)
+        if engine.core.measure_if_due():
+            waits.append(round(engine.clock.now() - since))
+            since = engine.clock.now()
+    assert waits == pytest.approx([10, 20, 40, 80, 160, 320, 320, 320, 320], abs=1)
+    assert engine.core.stats().prefill_token_s < slow / 2, "the bad moment is forgotten"
+    engine.runner.strict = True
+    engine.core.check()
+    engine.submit("a", tokens(20))
+    assert not engine.core.measure_if_due(), "never while something is live"
+    engine.run()
+    engine.assert_answered("a")
+
+
+def test_an_idle_measurement_leaves_the_cache_alone_where_there_is_room() -> None:
+    engine = CoreHarness(idle_measure_s=10.0)
+    engine.submit("a", tokens(20))
+    engine.run()
+    before = engine.core.cached_names()
+    engine.clock.advance(11.0)
+    engine.runner.strict = False
+    assert engine.core.measure_if_due()
+    assert engine.core.cached_names() == before
+    assert not CoreHarness(idle_measure_s=0.0).core.measure_if_due()
