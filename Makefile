@@ -8,7 +8,7 @@ NAME ?= ttft
 QUICK ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-PIP_INSTALL = $(BIN)/python -m pip install --constraint constraints.txt
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALL_INPUTS := pyproject.toml prfaas_connect/pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
@@ -22,7 +22,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed-run: $(INSTALL_INPUTS) | $(BIN)/python
-	@echo "installing prfaas and its pinned packages into $(VENV) (torch is large: minutes the first time)"
+	@echo "installing prfaas and its pinned packages into $(VENV): a minute or two, torch is large"
 	$(PIP_INSTALL) --editable ./prfaas_connect --editable '.[engine]'
 	@touch $@
 
