@@ -47,7 +47,7 @@ class Fetched:
     """One transfer as its receiver saw it."""
 
     elapsed_s: float
-    """First request sent (with `fresh`: first connection tried) to the last byte received."""
+    """First request sent (with `fresh`: first connection begun) to the last byte received."""
     nbytes: int
     congestion_control: str
     """Of the receiver's socket; empty where it cannot be reached."""
@@ -118,10 +118,10 @@ class _RawClient:
         self._transfers = itertools.count(os.getpid() << 32)
 
     def fetch(self, nbytes: int, connections: int, fresh: bool) -> Fetched:
-        began = time.monotonic()
         if fresh:
             for sock in self._sets.pop(connections, []):
                 sock.close()
+        began = time.monotonic()
         if connections not in self._sets:
             self._sets[connections] = [self._connect() for _ in range(connections)]
         if not fresh:
@@ -208,10 +208,10 @@ class _PlainClient:
     def fetch(self, nbytes: int, connections: int, fresh: bool) -> Fetched:
         if connections != 1:
             raise ValueError("the plain arm has one channel")
-        began = time.monotonic()
         if fresh and self._channel is not None:
             self._channel.close()
             self._channel = None
+        began = time.monotonic()
         if self._channel is None:
             self._channel = grpc.insecure_channel(self._target, options=_GRPC_OPTIONS)
         call = self._channel.unary_stream(
