@@ -163,6 +163,8 @@ class PortServer:
     def _remove_stale(self) -> None:
         if not self._path.exists():
             return
+        if not self._path.is_socket():
+            raise ConfigError(f"{self._path} exists and is not a socket")
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
             try:
                 probe.connect(str(self._path))

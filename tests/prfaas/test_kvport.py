@@ -288,6 +288,13 @@ async def test_a_live_socket_is_not_stolen_and_a_stale_one_is_replaced(tmp_path:
     await again.server.close()
 
 
+async def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "s").write_text("precious")
+    with pytest.raises(ConfigError, match="is not a socket"):
+        await Agent(tmp_path / "s").server.start()
+    assert (tmp_path / "s").read_text() == "precious"
+
+
 async def test_the_socket_is_its_owners_alone(tmp_path: Path) -> None:
     agent = Agent(tmp_path / "s")
     await agent.server.start()
