@@ -91,7 +91,8 @@ def bind(server: grpc.aio.Server, host: str, port: int, files: TlsFiles | None =
         else:
             bound = server.add_secure_port(where, server_credentials(files))
     except RuntimeError as exc:
-        raise ConfigError(f"cannot listen on {where}: {exc}") from exc
+        text = f"cannot listen on {where}: the address is taken, or not one of this host's"
+        raise ConfigError(text) from exc
     if not bound:
         raise ConfigError(f"cannot listen on {where}")
     return int(bound)
