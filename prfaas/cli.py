@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -102,6 +103,7 @@ def agent(
     from remote_prefill.agent_main import serve
 
     settings = _settings(config, "agent", host=host, port=port, socket=socket)
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     _run(serve(settings, _ready(ready_fd)))
 
 
@@ -119,6 +121,7 @@ def prefill(
     from remote_prefill.prefill_main import serve
 
     settings = _settings(config, "prefill", host=host, port=port, socket=socket)
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     _run(serve(settings, _ready(ready_fd)))
 
 
@@ -241,4 +244,8 @@ def _ready(ready_fd: int | None) -> Callable[[int], None]:
 def _run(main: Coroutine[Any, Any, Any]) -> Any:
     import uvloop
 
-    return uvloop.run(main)
+    try:
+        return uvloop.run(main)
+    finally:
+        # At exit gRPC waits two seconds for TLS channels that reference cycles keep alive.
+        gc.collect()
