@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from prfaas.errors import ConfigError, InvalidRequest
+from prfaas.settings import Settings
 from prfaas.transfer import PlanStep
+from remote_prefill.agent_main import AgentServer
 
 
 async def test_a_plan_keeps_its_order_and_names_an_instance_once(decode_site: Any) -> None:
@@ -30,7 +33,8 @@ async def test_a_name_that_is_not_configured_is_refused(decode_site: Any, step: 
         d.agent.pool.find([PlanStep("fra", "p0"), step])
 
 
-async def test_an_instance_configured_twice_is_a_config_error(decode_site: Any) -> None:
+async def test_an_instance_configured_twice_is_a_config_error(tmp_path: Path) -> None:
     instances = [{"name": "p0", "address": "127.0.0.1:1"}] * 2
+    agent = {"socket": tmp_path / "s", "peers": [{"name": "fra", "instances": instances}]}
     with pytest.raises(ConfigError, match="fra/p0 is there twice"):
-        await decode_site({}, engine=None, peers=[{"name": "fra", "instances": instances}])
+        AgentServer(Settings.model_validate({"agent": agent}))
