@@ -7,6 +7,7 @@ import logging
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -23,7 +24,7 @@ from gateway.tokenizer_check import TokenizerCheck
 from gateway.upstream import AiohttpUpstream
 from gateway.watch import WatchClient, watch_endpoints
 from prfaas.clock import SYSTEM_CLOCK, Clock
-from prfaas.dialling import open_files
+from prfaas.dialling import ends_at, open_files
 from prfaas.errors import ConfigError
 from prfaas.interfaces import RoutingPolicy
 from prfaas.settings import Settings
@@ -55,9 +56,11 @@ class Gateway:
     ) -> None:
         check_settings(settings)
         gateway, limits = settings.gateway, settings.limits
-        self._endpoints = watch_endpoints(gateway, open_files(gateway.tls, "client", "gateway.tls"))
+        files = open_files(gateway.tls, "client", "gateway.tls")
+        self._endpoints = watch_endpoints(gateway, files)
         self._settings, self._limits = gateway, limits
         self.metrics = GatewayMetrics()
+        self.metrics.certificate_end.set_function(partial(ends_at, files))
         self.view = ClusterView(gateway, limits, clock)
         self.admission = Admission(limits.gateway_max_in_flight)
         self.budget = FallbackBudget(limits.fallback_budget_tokens)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -53,6 +53,11 @@ class GatewayMetrics:
         )
         self.outcomes = self._counter("outcomes", "Transfers by how they ended.", "status")
         self.refused = self._counter("refused", "Requests refused at the door.", "reason")
+        self.certificate_end = Gauge(
+            "prfaas_gateway_certificate_end_seconds",
+            "Unix time at which its certificate ends; 0: no TLS.",
+            registry=self.registry,
+        )
         self.stripped = self._counter(
             "stripped_fields", "Transfer fields of clients that were removed.", "field"
         )

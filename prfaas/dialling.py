@@ -43,6 +43,11 @@ def open_files(tls: TlsSettings | None, use: Use, key: str) -> TlsFiles | None:
     return TlsFiles(tls, use, key=key) if tls is not None else None
 
 
+def ends_at(files: TlsFiles | None) -> float:
+    """Unix time at which the certificate of this process ends; 0 where it has none."""
+    return files.current().not_after.timestamp() if files is not None else 0.0
+
+
 def checked_endpoint(
     address: str, files: TlsFiles | None, tls_name: str | None, key: str
 ) -> Endpoint:

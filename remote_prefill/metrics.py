@@ -41,6 +41,11 @@ class PrefillMetrics:
             ("client", "tenant"),
             registry=registry,
         )
+        self.certificate_end = Gauge(
+            "prfaas_prefill_certificate_end_seconds",
+            "Unix time at which its certificate ends; 0: no TLS.",
+            registry=registry,
+        )
         self.session_seconds = Histogram(
             "prfaas_prefill_session_seconds",
             "From OPEN to the end of a session.",
@@ -132,6 +137,11 @@ class AgentMetrics:
             "Phases of remote prefills.",
             ("phase",),
             buckets=_SECONDS,
+            registry=registry,
+        )
+        self.certificate_end = Gauge(
+            "prfaas_agent_certificate_end_seconds",
+            "Unix time at which its certificate ends; 0: no TLS.",
             registry=registry,
         )
         self.pairings = Counter(

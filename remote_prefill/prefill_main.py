@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import grpc.aio
 
-from prfaas.dialling import open_files
+from prfaas.dialling import ends_at, open_files
 from prfaas.kvport import PortServer
 from prfaas.settings import Settings
 from prfaas.tls import require_tls_or_loopback
@@ -36,6 +37,7 @@ class PrefillServer:
         self._files = open_files(mine.tls, "server", "prefill.tls")
         self._settings = mine
         self.agent = agent = PrefillAgent(mine, limits)
+        agent.metrics.certificate_end.set_function(partial(ends_at, self._files))
         self._port_server = PortServer(
             mine.socket,
             agent_name=agent.feed.agent,

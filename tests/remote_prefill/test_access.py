@@ -25,6 +25,7 @@ from prfaas.settings import PrefillSettings, Settings
 from prfaas.testing.pki import Pki
 from prfaas.testing.scripted_port import PrefillScript
 from prfaas.testing.waiting import eventually
+from prfaas.tls_files import check_files
 from remote_prefill.access import Access, Client
 from remote_prefill.agent_main import AgentServer
 from remote_prefill.prefill_main import PrefillServer
@@ -208,6 +209,10 @@ async def test_d_prefills_at_p_over_mutual_tls(
     sealed = p.agent.metrics.client_sessions.labels("d0", "acme", "sealed")
     assert sealed._value.get() == 1
     assert p.agent.metrics.client_wire_bytes.labels("d0", "acme")._value.get() > 0
+    for name, site in (("p0", p), ("d0", d)):
+        end = check_files(pki.settings(name), "both").not_after.timestamp()
+        (sample,) = site.agent.metrics.certificate_end.collect()[0].samples
+        assert sample.value == end
 
 
 async def test_a_tenant_that_is_not_the_clients_is_served_at_d_with_the_reason(
