@@ -35,7 +35,7 @@ _STOP_GRACE_S = 10.0
 Say = Callable[[str], None]
 
 
-class _Recorder:
+class Recorder:
     """Takes the records of one prefill out of the ring of whatever engine connects."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ async def record_demo_model(cache_dir: Path, tokens: int, say: Say) -> KvTape:
     with tempfile.TemporaryDirectory(prefix="prfaas-tape-") as name:
         directory = Path(name)
         socket = directory / "port.sock"
-        recorder = _Recorder()
+        recorder = Recorder()
         server = PortServer(
             socket,
             agent_name="recorder",

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from local_engine.demo_model import fetch_demo_model
 from prfaas.errors import PrfaasError
 from prfaas.settings import load_settings
 from prfaas.testing.link import LinkShape
-from prfaas.testing.link_process import LinkProcess
+from prfaas.testing.link_process import LinkMeasurement, LinkProcess
 from prfaas.up.client import OpenAIClient, StreamedAnswer
 from prfaas.up.cluster import paired, wait_cluster, wait_record
 from prfaas.up.paths import default_cache_dir
@@ -28,11 +28,19 @@ _STOP_GRACE_S = 15.0
 _MODEL_NAME = "smollm2-135m-instruct"
 
 
+class Link(Protocol):
+    """A link that can be bent, and says what it really gives."""
+
+    async def set_shape(self, shape: LinkShape) -> object: ...
+
+    async def measure(self, seconds: float) -> LinkMeasurement: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """Clients of the running system; closed by `running_site`."""
 
-    link: LinkProcess
+    link: Link
     p_engine: OpenAIClient
     d_engine: OpenAIClient
     remote: OpenAIClient
@@ -111,7 +119,7 @@ async def running_site(say: Callable[[str], None]) -> AsyncIterator[Site]:
         )
         for gateway in (site.remote, site.serial):
             await wait_cluster(gateway, "P to be paired", paired, _PAIRED_TIMEOUT_S)
-        async with _watched(supervisor):
+        async with watched(supervisor):
             yield site
 
 
@@ -131,7 +139,7 @@ async def remote_answer(gateway: OpenAIClient, answer: StreamedAnswer) -> Remote
 
 
 @asynccontextmanager
-async def _watched(supervisor: Supervisor) -> AsyncIterator[None]:
+async def watched(supervisor: Supervisor) -> AsyncIterator[None]:
     """The body is cancelled, and the death raised, when a process of the site ends."""
     body = asyncio.current_task()
     assert body is not None

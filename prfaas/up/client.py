@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +16,9 @@ import aiohttp
 from prfaas.errors import PeerUnavailable, PrfaasError, from_kind
 
 REQUEST_ID_HEADER = "x-request-id"
+
+SocketFactory = Callable[[tuple[Any, ...]], socket.socket]
+"""Makes the socket for one `getaddrinfo` result."""
 
 
 @dataclass(slots=True)
@@ -53,15 +57,18 @@ class OpenAIClient:
     Errors of the server come out as the class they went in as.
     """
 
-    def __init__(self, url: str, *, timeout_s: float) -> None:
+    def __init__(
+        self, url: str, *, timeout_s: float, socket_factory: SocketFactory | None = None
+    ) -> None:
+        """`socket_factory` makes the sockets, for servers in another network namespace."""
         self._url = url
+        self._socket_factory = socket_factory
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> OpenAIClient:
-        self._session = aiohttp.ClientSession(
-            timeout=self._timeout, connector=aiohttp.TCPConnector(limit=0)
-        )
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=self._socket_factory)
+        self._session = aiohttp.ClientSession(timeout=self._timeout, connector=connector)
         return self
 
     async def __aexit__(self, *exc: object) -> None:

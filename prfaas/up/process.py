@@ -20,12 +20,16 @@ _TAIL_LINES = 15
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """Arguments of a Python that takes `--ready-fd` and writes its port there; `core` pins it."""
+    """Arguments of a Python that takes `--ready-fd` and writes its port there; `core` pins it.
+
+    `prefix` is a command that becomes the one behind it, in the same process (`ip netns exec`).
+    """
 
     name: str
     arguments: tuple[str, ...]
     log: Path
     core: int | None = None
+    prefix: tuple[str, ...] = ()
 
 
 class ProcessEnded(PrfaasError):
@@ -62,7 +66,8 @@ class ManagedProcess:
         try:
             with self.spec.log.open("ab") as log:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, *self.spec.arguments, "--ready-fd", str(writer_fd)),
+                    *(*self.spec.prefix, sys.executable, *self.spec.arguments),
+                    *("--ready-fd", str(writer_fd)),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

@@ -46,6 +46,8 @@ class StackPlan:
     pin: bool = True
     tls: bool = False
     """Mutual TLS between gateway and agents, with certificates made for this stack."""
+    prefill_host: str = "127.0.0.1"
+    """Where P's agent listens and is dialled; elsewhere than on loopback only with `tls`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +178,7 @@ class Stack:
                 PeerEndpoint(
                     peer=PEER,
                     instance=INSTANCE,
-                    watch=_loopback(prefill_port or self.ports.p_agent),
+                    watch=self._prefill_address(prefill_port),
                     tls_name=self._tls_name(P_AGENT),
                 ),
             ),
@@ -208,7 +210,7 @@ class Stack:
     def _d_agent(self, prefill_port: int | None) -> dict[str, Any]:
         instance = InstanceAddress(
             name=INSTANCE,
-            address=_loopback(prefill_port or self.ports.p_agent),
+            address=self._prefill_address(prefill_port),
             tls_name=self._tls_name(P_AGENT),
         )
         return {
@@ -228,11 +230,14 @@ class Stack:
             "peer": PEER,
             "instance": INSTANCE,
             "socket": self.directory / "p.sock",
-            "host": "127.0.0.1",
+            "host": self.plan.prefill_host,
             "port": self.ports.p_agent,
             "tls": self._tls(P_AGENT, GATEWAY, D_AGENT),
             "authorised": (self._d_client(),) if self.plan.tls else (),
         }
+
+    def _prefill_address(self, port: int | None) -> str:
+        return f"{self.plan.prefill_host}:{port or self.ports.p_agent}"
 
     def _d_client(self) -> AuthorisedClient:
         return AuthorisedClient(identity=D_AGENT, models=(self.plan.served_model_name,))

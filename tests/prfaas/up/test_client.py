@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from typing import Any
+
 import pytest
 
 from prfaas.errors import EngineUnavailable, Overloaded, PrfaasError
@@ -63,3 +66,18 @@ def test_itl_between_counts_gaps_that_touch_the_window() -> None:
     answer = StreamedAnswer("", 0.0, token_at=[1.0, 2.0, 4.0, 5.0])
     assert answer.itl_between(2.5, 3.0) == [2.0]
     assert answer.itl_between(1.5, 4.5) == [1.0, 2.0, 1.0]
+
+
+async def test_sockets_may_be_made_elsewhere() -> None:
+    made: list[socket.socket] = []
+
+    def make(address: tuple[Any, ...]) -> socket.socket:
+        made.append(socket.socket(*address[:3]))
+        return made[-1]
+
+    async with (
+        scripted_engine() as engine,
+        OpenAIClient(engine.url, timeout_s=20, socket_factory=make) as client,
+    ):
+        await client.complete([1, 2, 3], max_tokens=2)
+        assert made[0].getpeername()[1] == int(engine.url.rpartition(":")[2])

@@ -106,3 +106,17 @@ def test_with_tls_each_process_has_a_name_and_knows_whom_it_meets(tmp_path: Path
     assert gateway.peers[0].tls_name == agent.peers[0].instances[0].tls_name == "p-agent"
     (client,) = prefill.authorised
     assert (client.identity, client.models, client.tenants) == ("d-agent", ("m",), ("*",))
+
+
+def test_p_may_stand_at_another_address_for_all_who_dial_it(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    model = tmp_path / "m.gguf"
+    plan = StackPlan(load_settings(), model, "m", tls=True, prefill_host="198.18.0.1")
+    stack = Stack.create(plan, tmp_path)
+    stack.engines_and_agents()
+    stack.gateway()
+    where = f"198.18.0.1:{stack.ports.p_agent}"
+    assert config_of(stack, "p-agent").prefill.host == "198.18.0.1"
+    assert config_of(stack, "d-agent").agent.peers[0].instances[0].address == where
+    assert config_of(stack, "gateway").gateway.peers[0].watch == where
+    assert config_of(stack, "d-agent").agent.host == "127.0.0.1"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -125,6 +126,7 @@ async def test_a_pinned_process_stays_on_its_core(tmp_path: Path) -> None:
 
 _KILLED_OWNER = """
 import asyncio, sys, time
+from dataclasses import replace
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from prfaas.up.process import ManagedProcess, ProcessSpec
@@ -156,3 +158,13 @@ def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the child outlived its supervisor"
         time.sleep(0.02)
+
+
+async def test_a_prefix_becomes_the_process_and_dies_as_one(tmp_path: Path) -> None:
+    prefixed = replace(spec(tmp_path, "a"), prefix=("nice", "-n", "3"))
+    async with Supervisor(stop_grace_s=10) as supervisor:
+        await supervisor.start([prefixed], 20)
+        (process,) = supervisor.processes
+        assert psutil.Process(process.pid).nice() == os.nice(0) + 3
+        assert psutil.Process(process.pid).cmdline()[0] == sys.executable
+    assert (tmp_path / "order").read_text() == "a"
