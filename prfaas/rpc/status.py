@@ -8,7 +8,7 @@ from types import MappingProxyType
 import grpc
 import grpc.aio
 
-from prfaas.errors import BY_KIND, PrefillTimeout, PrfaasError
+from prfaas.errors import BY_KIND, PeerUnavailable, PrefillTimeout, PrfaasError
 from prfaas.rpc.convert import error_from_bytes, error_to_bytes
 
 DETAIL_KEY = "prfaas-error-bin"
@@ -20,6 +20,8 @@ def _by_code() -> Mapping[str, type[PrfaasError]]:
     table: dict[str, type[PrfaasError]] = {}
     for cls in BY_KIND.values():
         table.setdefault(cls.grpc_code, cls)
+    # Ours comes with its detail; bare, it is gRPC's own for a connection that broke (TLS records).
+    table["INTERNAL"] = PeerUnavailable
     return MappingProxyType(table)
 
 

@@ -11,6 +11,7 @@ import pytest
 from prfaas.errors import (
     BY_KIND,
     Cancelled,
+    Forbidden,
     NotFound,
     PeerUnavailable,
     PrefillTimeout,
@@ -66,7 +67,8 @@ async def test_bare_statuses_become_the_class_of_their_code(channel: grpc.aio.Ch
         ("UNAVAILABLE", PeerUnavailable),
         ("UNKNOWN", ProtocolError),
         ("CANCELLED", Cancelled),
-        ("INTERNAL", PrfaasError),
+        ("INTERNAL", PeerUnavailable),
+        ("PERMISSION_DENIED", Forbidden),
         ("ALREADY_EXISTS", PrfaasError),
     ):
         error = await failure(channel, f"bare-{code}")
