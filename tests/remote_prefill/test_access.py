@@ -26,6 +26,7 @@ from prfaas.testing.pki import Pki
 from prfaas.testing.scripted_port import PrefillScript
 from prfaas.testing.waiting import eventually
 from prfaas.tls_files import check_files
+from remote_prefill import transport
 from remote_prefill.access import Access, Client
 from remote_prefill.agent_main import AgentServer
 from remote_prefill.prefill_main import PrefillServer
@@ -343,6 +344,23 @@ async def test_messages_and_metadata_over_the_limit_are_refused_by_the_transport
         )
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert await cancel(channel, 1) == 0
+
+
+@pytest.mark.parametrize("tls", [True, False])
+async def test_a_connection_that_says_nothing_is_closed(
+    pki: Pki, monkeypatch: pytest.MonkeyPatch, tls: bool
+) -> None:
+    monkeypatch.setattr(transport, "HANDSHAKE_TIMEOUT_S", 0.2)
+    files = open_files(pki.settings("p0") if tls else None, "server", "tls")
+    server = grpc.aio.server(options=transport.server_options(1000))
+    port = transport.bind(server, "127.0.0.1", 0, files)
+    await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    async with asyncio.timeout(3):
+        while await reader.read(1000):
+            pass
+    writer.close()
+    await server.stop(None)
 
 
 async def test_without_tls_every_caller_is_the_same_nobody(prefill_site: Any, tokens: Any) -> None:
