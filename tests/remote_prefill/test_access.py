@@ -14,7 +14,14 @@ import pytest
 
 from prfaas.codecs import default_codecs
 from prfaas.dialling import checked_endpoint, open_files
-from prfaas.errors import ConfigError, Forbidden, Overloaded, PrfaasError, Unauthorized
+from prfaas.errors import (
+    ConfigError,
+    Forbidden,
+    Overloaded,
+    PrefillTimeout,
+    PrfaasError,
+    Unauthorized,
+)
 from prfaas.frames import Frame, FrameType, parse_all
 from prfaas.limits import Limits
 from prfaas.rpc import convert
@@ -26,7 +33,7 @@ from prfaas.testing.pki import Pki
 from prfaas.testing.scripted_port import PrefillScript
 from prfaas.testing.waiting import eventually
 from prfaas.tls_files import check_files
-from remote_prefill import transport
+from remote_prefill import service, transport
 from remote_prefill.access import Access, Client
 from remote_prefill.agent_main import AgentServer
 from remote_prefill.prefill_main import PrefillServer
@@ -361,6 +368,17 @@ async def test_a_connection_that_says_nothing_is_closed(
             pass
     writer.close()
     await server.stop(None)
+
+
+async def test_a_stream_that_opens_no_session_is_closed(
+    start: Any, dial: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "OPEN_TIMEOUT_S", 0.1)
+    p = await start(ANY)
+    idle = Stream(dial(p, "d0"), tokens(22))
+    with pytest.raises(PrefillTimeout, match="no OPEN frame came"):
+        await idle.next()
+    assert await idle.call.read() is grpc.aio.EOF
 
 
 async def test_without_tls_every_caller_is_the_same_nobody(prefill_site: Any, tokens: Any) -> None:
