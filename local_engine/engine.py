@@ -188,7 +188,8 @@ class Engine:
 
     def on_disconnected(self, reason: str) -> None:
         """`EngineHandler`: the agent is gone."""
-        _LOG.warning("agent lost: %s", reason)
+        if not self._stopping:
+            _LOG.warning("agent lost: %s", reason)
         if self._feed is not None:
             self._feed.disconnected()
         self._core.suspend_transfers()

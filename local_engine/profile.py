@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import numpy as np
 import numpy.typing as npt
 
@@ -16,8 +18,11 @@ HALF_LIFE_CHUNKS = 64
 _PRIOR_CHUNKS = 2.0
 # A measurement further off than this, relative to the estimate, is an outlier and clipped.
 _OUTLIER = 0.5
-# Clipped measurements in a row after which they are believed: the machine has changed.
-_BELIEVE_AFTER = 4
+# So many of them in a row are believed: the machine has changed.
+_BELIEVE_AFTER = 5
+_PACE_WEIGHT = 0.1
+# Nothing is for free: a curve that was measured must not look like one that was not.
+_MIN_TOKEN_S = 1e-9
 _STEP_WEIGHT = 0.1
 # Coefficients that may be other than zero. Where measurements do not tell two apart the first wins:
 # time goes to tokens rather than to chunks or context.
@@ -39,12 +44,14 @@ class PrefillFit:
         self._moment = np.zeros(3)
         self._prior: _Vector | None = None
         self._pace = 1.0
-        self._clipped = 0
+        self._outliers: list[float] = []
         self._coefficients = np.zeros(3)
 
     @property
     def curve(self) -> PrefillCurve:
         base, token, context = (float(x) for x in self._coefficients)
+        if base or context:
+            token = max(token, _MIN_TOKEN_S)
         return PrefillCurve(base, token, context, self._chunk_tokens)
 
     def observe(self, tokens: int, context: int, seconds: float) -> None:
@@ -52,11 +59,8 @@ class PrefillFit:
         if seconds <= 0:
             return
         features = _features(tokens, context)
-        expected = float(features @ self._coefficients)
-        if self._prior is not None and expected > 0:
-            seconds = self._clip(seconds, expected)
-            ratio = seconds / max(float(features @ self._prior), 1e-9)
-            self._pace += (1 - self._decay) * 4 * (ratio - self._pace)
+        if self._prior is not None:
+            seconds = self._judge(features, seconds, self._prior)
         weighted = features / seconds
         self._gram = self._decay * self._gram + np.outer(weighted, weighted)
         self._moment = self._decay * self._moment + weighted
@@ -65,16 +69,30 @@ class PrefillFit:
     def finish_warm_up(self) -> None:
         """Take the present fit as the shape that later measurements correct."""
         self._prior = self._coefficients.copy()
+        self._forget()
+
+    def _judge(self, features: _Vector, seconds: float, prior: _Vector) -> float:
+        """The measurement, clipped if it is an outlier. Several in a row are a change of pace: what
+        was measured before is void, and the warm-up's shape holds at the new pace.
+        """
+        expected = float(features @ self._coefficients)
+        ratio = seconds / max(float(features @ prior), 1e-9)
+        if abs(seconds - expected) <= _OUTLIER * expected:
+            self._outliers.clear()
+        else:
+            self._outliers.append(ratio)
+            if len(self._outliers) < _BELIEVE_AFTER:
+                seconds = expected * (1 + _OUTLIER if seconds > expected else 1 - _OUTLIER)
+            else:
+                self._pace = median(self._outliers)
+                self._outliers.clear()
+                self._forget()
+        self._pace += _PACE_WEIGHT * (seconds / max(float(features @ prior), 1e-9) - self._pace)
+        return seconds
+
+    def _forget(self) -> None:
         self._gram[:] = 0
         self._moment[:] = 0
-
-    def _clip(self, seconds: float, expected: float) -> float:
-        low, high = expected * (1 - _OUTLIER), expected * (1 + _OUTLIER)
-        if low <= seconds <= high:
-            self._clipped = 0
-            return seconds
-        self._clipped += 1
-        return seconds if self._clipped > _BELIEVE_AFTER else min(max(seconds, low), high)
 
     def _solve(self) -> None:
         gram, moment = self._gram, self._moment

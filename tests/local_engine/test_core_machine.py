@@ -209,6 +209,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.listen()
         self.engine.core.check()
         for name, stream in self.engine.streams.items():
+            for event in stream.events[:1]:
+                cached = event.cached_tokens
+                assert 0 <= event.imported_tokens <= cached < len(self.engine.prompts[name])
             if stream.last is not None and stream.last.error is None:
                 self.engine.assert_answered(name)
 

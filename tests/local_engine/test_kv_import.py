@@ -397,18 +397,23 @@ def test_a_preempted_import_is_released_and_recomputed() -> None:
 
 
 def test_a_request_preempted_after_its_import_says_what_is_true_then() -> None:
-    engine = Decode(blocks=14, block_tokens=4, prefix_cache=False, max_batch=1)
-    engine.submit("old", tokens(7), 44)
-    engine.step(2)
-    engine.submit("other", tokens(3, 2), 1)
-    stream = engine.submit("remote", tokens(24, 1), 2, params=PARAMS)
-    engine.run()
-    fetch = engine.fetch()
-    engine.stage(fetch, tokens(24, 1), 23)
-    engine.done(fetch, "staged", 23)
-    engine.run()
-    engine.assert_answered("old", "other", "remote")
-    assert stream.events[0].imported_tokens == 23
+    preempted_between = 0
+    for steps in range(2, 14):  # The older one needs its next block at one of these moments.
+        engine = Decode(
+            blocks=11, block_tokens=4, prefix_cache=False, import_bytes_per_step=3 * TOKEN_BYTES
+        )
+        engine.submit("old", tokens(7), 20)
+        engine.step(steps)
+        stream = engine.submit("remote", tokens(24, 1), 2, params=PARAMS)
+        fetch = engine.fetch()
+        engine.stage(fetch, tokens(24, 1), 23)
+        engine.done(fetch, "staged", 23)
+        engine.run()
+        engine.assert_answered("old", "remote")
+        event = stream.events[0]
+        assert event.imported_tokens == event.cached_tokens
+        preempted_between += event.kv_status == "staged" and event.imported_tokens == 0
+    assert preempted_between > 0
 
 
 def test_prefixes_held_by_waiting_requests_cannot_starve_the_oldest() -> None:

@@ -39,6 +39,7 @@ def test_nothing_is_sent_before_the_first_snapshot() -> None:
     assert bench.publish() == []
     assert bench.port.sent == []
     assert not bench.feed.pending
+    assert not bench.events.pending, "nobody listens, so nothing piles up"
 
 
 def test_a_connection_begins_with_the_whole_cache_and_the_load() -> None:
@@ -104,6 +105,16 @@ def test_a_message_that_does_not_go_out_ends_the_deltas() -> None:
     bench.events.removed(NAME)
     bench.publish()
     assert bench.port.of(KvEvents) == []
+
+
+def test_a_snapshot_that_does_not_go_out_starts_no_deltas() -> None:
+    bench = Bench()
+    bench.port.disconnect()
+    bench.feed.synchronise([NAME])
+    bench.port.reconnect()
+    bench.events.stored(NAME)
+    bench.publish()
+    assert bench.port.sent == []
 
 
 @pytest.mark.parametrize("synchronised", [True, False])

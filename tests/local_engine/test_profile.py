@@ -68,10 +68,10 @@ def test_single_outliers_hardly_count(seed: int) -> None:
     assert worst_error(fit) < 0.12
 
 
-@pytest.mark.parametrize("pace", [0.4, 3.0])
-def test_a_change_of_pace_is_followed_within_a_hundred_chunks(pace: float) -> None:
+@pytest.mark.parametrize("pace", [0.1, 0.4, 3.0, 10.0])
+def test_a_change_of_pace_is_followed_within_forty_chunks(pace: float) -> None:
     fit, rng = warmed()
-    for _ in range(100):
+    for _ in range(40):
         context = 256 * rng.randrange(8)
         fit.observe(256, context, seconds(256, context, pace))
     assert worst_error(fit, pace) < 0.1
@@ -101,6 +101,14 @@ def test_measurements_that_do_not_tell_go_to_tokens() -> None:
     fit.observe(256, 256, 0.5)
     assert fit.curve.known
     assert fit.curve.seconds(256) == pytest.approx(0.5, rel=0.01)
+
+
+def test_a_curve_without_a_price_for_tokens_is_known_all_the_same() -> None:
+    fit = PrefillFit(CHUNK)
+    for tokens in (1, 16, 256):
+        fit.observe(tokens, 0, 0.01)
+    assert fit.curve.known
+    assert fit.curve.seconds(256) == pytest.approx(0.01, rel=0.01)
 
 
 def test_no_time_says_nothing() -> None:

@@ -35,6 +35,8 @@ def test_sizes_and_contexts_vary_so_that_the_curve_has_a_shape() -> None:
     assert runner.chunks == [(32, 33), (0, 1), (0, 8), (32, 33), (32, 40)]
     assert fit.curve.seconds(8) == pytest.approx(0.008, rel=0.01)
     assert step.mean_s == 0.5
+    fit.observe(8, 0, 100.0)
+    assert fit.curve.seconds(8) < 0.016, "what comes later only corrects it"
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
