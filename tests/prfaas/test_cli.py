@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from prfaas.cli import _ready, _settings, cli
 from prfaas.errors import ConfigError
+from prfaas.up.stack import StackPlan
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -127,3 +128,30 @@ def test_check_host_exits_with_1_exactly_when_a_setting_is_weak() -> None:
     assert isinstance(
         CliRunner().invoke(cli, ["check-host", "--rate", "fast"]).exception, ConfigError
     )
+
+
+@pytest.mark.parametrize("tls", [True, False])
+def test_up_runs_with_tls_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tls: bool
+) -> None:
+    plans = []
+
+    def create(plan: StackPlan, directory: Path) -> None:
+        plans.append(plan)
+        raise ConfigError("no further")
+
+    monkeypatch.setattr("prfaas.up.main.Stack.create", create)
+    monkeypatch.setattr("prfaas.up.main.tempfile.mkdtemp", lambda prefix: str(tmp_path))
+    done = CliRunner().invoke(cli, ["up", "--once", "--model", str(tmp_path), *["--tls"] * tls])
+    assert isinstance(done.exception, ConfigError)
+    assert [plan.tls for plan in plans] == [tls]
+
+
+@pytest.mark.parametrize("command", ["agent", "prefill"])
+def test_a_process_without_tls_says_in_one_line_where_it_may_listen(
+    tmp_path: Path, command: str
+) -> None:
+    done = run(command, "--host", "0.0.0.0", "--port", "0", "--socket", str(tmp_path / "s"))
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert f"{command}.host: '0.0.0.0' is not a loopback address" in line
