@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
 
 import grpc.aio
 
+from prfaas.clock import Deadline
 from prfaas.dialling import ends_at, open_files
 from prfaas.kvport import PortServer
 from prfaas.settings import Settings
 from prfaas.tls import require_tls_or_loopback
 from remote_prefill.decode_agent import DecodeAgent
-from remote_prefill.lifecycle import stop_signals
+from remote_prefill.lifecycle import stop_grpc, stop_signals
 from remote_prefill.metrics import metrics_server
 from remote_prefill.standard_services import HealthReporter, add_reflection
 from remote_prefill.telemetry_service import TELEMETRY, TelemetryService
@@ -62,11 +64,14 @@ class AgentServer:
         log.info("agent listens on %s:%d", self._settings.host, port)
         return port
 
-    async def stop(self) -> None:
-        """Cut the engine, which aborts its fetches, then everything else."""
+    async def stop(self, grace_s: float = 0.0, force: asyncio.Event | None = None) -> None:
+        """Cut the engine, which aborts its fetches, let watchers have the outcomes within
+        `grace_s` or until `force`, then end everything else.
+        """
         await self._port_server.close()
         await self._health.stop()
-        await self._server.stop(grace=0)
+        self.agent.feed.close()
+        await stop_grpc(self._server, grace_s, force or asyncio.Event())
         await self.agent.close()
 
 
@@ -74,6 +79,7 @@ async def serve(settings: Settings, ready: Callable[[int], None] | None = None) 
     """Run until a signal, then drain. `ready` gets the port once it serves. Raises ConfigError."""
     server = AgentServer(settings)
     agent, mine = server.agent, settings.agent
+    grace_s = 0.0
     with (
         stop_signals() as signals,
         metrics_server(mine.metrics_host, mine.metrics_port, agent.metrics.registry),
@@ -85,6 +91,8 @@ async def serve(settings: Settings, ready: Callable[[int], None] | None = None) 
             await signals.drain.wait()
             agent.drain()
             log.info("draining %r", agent)
-            await signals.drained(agent.wait_idle(), settings.limits.drain_timeout_s)
+            deadline = Deadline.after(settings.limits.drain_timeout_s)
+            if await signals.drained(agent.wait_idle(), deadline.remaining_s()):
+                grace_s = deadline.remaining_s()
         finally:
-            await server.stop()
+            await server.stop(grace_s, signals.force)

@@ -7,6 +7,10 @@ import signal
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
 
+import grpc.aio
+
+FLUSH_S = 0.5
+"""The last words of a process that is forced to end, errors and outcomes, may take so long."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -47,3 +51,21 @@ def stop_signals() -> Iterator[StopSignals]:
     finally:
         for number in SIGNALS:
             loop.remove_signal_handler(number)
+
+
+async def stop_grpc(server: grpc.aio.Server, grace_s: float, force: asyncio.Event) -> None:
+    """Stop once all streams have ended and what they carry has left, at the latest after `grace_s`,
+    or soon after `force` is set.
+
+    The end of a handler is not the end of its stream: up to some megabytes are on their way then.
+    """
+    stopping = asyncio.ensure_future(server.stop(max(grace_s, FLUSH_S)))
+    forced = asyncio.ensure_future(force.wait())
+    try:
+        await asyncio.wait({stopping, forced}, return_when=asyncio.FIRST_COMPLETED)
+        if not stopping.done():
+            await server.stop(FLUSH_S)
+        await stopping
+    finally:
+        forced.cancel()
+        await asyncio.gather(stopping, forced, return_exceptions=True)

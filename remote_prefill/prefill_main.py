@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
 
 import grpc.aio
 
+from prfaas.clock import Deadline
 from prfaas.dialling import ends_at, open_files
 from prfaas.kvport import PortServer
 from prfaas.settings import Settings
 from prfaas.tls import require_tls_or_loopback
-from remote_prefill.lifecycle import stop_signals
+from remote_prefill.lifecycle import stop_grpc, stop_signals
 from remote_prefill.metrics import metrics_server
 from remote_prefill.prefill_agent import PrefillAgent
 from remote_prefill.service import PrefillService
@@ -67,11 +69,14 @@ class PrefillServer:
         log.info("prefill service listens on %s:%d", self._settings.host, port)
         return port
 
-    async def stop(self) -> None:
-        """End sessions with an error, then everything else. Also after a failed start."""
+    async def stop(self, grace_s: float = 0.0, force: asyncio.Event | None = None) -> None:
+        """End sessions that are still open with an error, let what is sealed or said leave within
+        `grace_s` or until `force`, then end everything else. Also after a failed start.
+        """
         await self.agent.stop_sessions()
         await self._health.stop()
-        await self._server.stop(grace=0)
+        self.agent.feed.close()
+        await stop_grpc(self._server, grace_s, force or asyncio.Event())
         await self._port_server.close()
         await self.agent.close()
 
@@ -80,6 +85,7 @@ async def serve(settings: Settings, ready: Callable[[int], None] | None = None) 
     """Run until a signal, then drain. `ready` gets the port once it serves. Raises ConfigError."""
     server = PrefillServer(settings)
     agent, mine = server.agent, settings.prefill
+    grace_s = 0.0
     with (
         stop_signals() as signals,
         metrics_server(mine.metrics_host, mine.metrics_port, agent.metrics.registry),
@@ -91,6 +97,8 @@ async def serve(settings: Settings, ready: Callable[[int], None] | None = None) 
             await signals.drain.wait()
             agent.drain()
             log.info("draining %r", agent)
-            await signals.drained(agent.wait_idle(), settings.limits.drain_timeout_s)
+            deadline = Deadline.after(settings.limits.drain_timeout_s)
+            if await signals.drained(agent.wait_idle(), deadline.remaining_s()):
+                grace_s = deadline.remaining_s()
         finally:
-            await server.stop()
+            await server.stop(grace_s, signals.force)

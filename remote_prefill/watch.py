@@ -33,8 +33,8 @@ class KvIndex:
 
 
 class WatchFeed:
-    """Owns what is known and the list of watchers; nothing to close. `links` is asked when an
-    event is built, because ages move by themselves.
+    """Owns what is known and the list of watchers; `close` ends their streams. `links` is asked
+    when an event is built, because ages move by themselves.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class WatchFeed:
         """Transfers that are in the load now, oldest first."""
         self.outcomes: deque[Outcome] = deque(maxlen=limits.outcome_history)
         self._watchers: set[Watcher] = set()
+        self._closed = False
 
     def set_engine(self, info: EngineInfo) -> None:
         """State of the engine beside the agent."""
@@ -102,12 +103,18 @@ class WatchFeed:
         for watcher in self._watchers:
             watcher.add_outcome(outcome)
 
+    def close(self) -> None:
+        """Streams end, each once it has had what was told before."""
+        self._closed = True
+        for watcher in self._watchers:
+            watcher.hurry()
+
     async def watch(self) -> AsyncGenerator[WatchUpdate, None]:
-        """Updates for one watcher, without end."""
+        """Updates for one watcher, until the feed is closed."""
         watcher = Watcher(self)
         self._watchers.add(watcher)
         try:
-            while True:
+            while not self._closed or watcher.has_news:
                 yield watcher.take()
                 await watcher.wait()
         finally:
@@ -128,6 +135,15 @@ class Watcher:
         self._outcomes: list[Outcome] = []
         self._started: list[str] = []
         self._urgent = asyncio.Event()
+
+    @property
+    def has_news(self) -> bool:
+        """There is something that is told only once, or it is part of the full state that is due."""
+        return self._full or bool(self._outcomes or self._started)
+
+    def hurry(self) -> None:
+        """Do not wait for the interval."""
+        self._urgent.set()
 
     def engine_changed(self) -> None:
         self._engine = True

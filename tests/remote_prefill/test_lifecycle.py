@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
+from typing import Any, cast
 
-from remote_prefill.lifecycle import StopSignals, stop_signals
+from remote_prefill.lifecycle import FLUSH_S, StopSignals, stop_grpc, stop_signals
 
 
 async def never() -> None:
@@ -40,3 +42,31 @@ async def test_real_signals_arrive_and_their_handlers_are_taken_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(signals.force.wait(), 1)
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+class Slow:
+    """A gRPC server whose streams end after a while, or when the grace is over."""
+
+    def __init__(self, streams_s: float) -> None:
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().call_later(streams_s, self._ended.set)
+        self.graces: list[float] = []
+
+    async def stop(self, grace: float) -> None:
+        self.graces.append(grace)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), grace)
+        self._ended.set()
+
+
+async def test_stopping_waits_for_streams_within_the_grace() -> None:
+    server: Any = Slow(0.05)
+    await asyncio.wait_for(stop_grpc(server, 5.0, asyncio.Event()), 1)
+    assert server.graces == [5.0]
+
+
+async def test_a_second_signal_leaves_streams_a_moment_only() -> None:
+    server, force = Slow(5.0), asyncio.Event()
+    asyncio.get_running_loop().call_later(0.01, force.set)
+    await asyncio.wait_for(stop_grpc(cast(Any, server), 5.0, force), 2)
+    assert server.graces == [5.0, FLUSH_S]

@@ -197,3 +197,27 @@ async def test_the_rest_of_a_large_index_does_not_wait_for_the_interval(
 def test_changes_before_the_index_is_known_are_an_error() -> None:
     with pytest.raises(ValueError, match="not known"):
         feed().change_index([name(1)], [])
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+async def test_a_feed_that_closes_tells_each_watcher_all_there_was(forgets: bool) -> None:
+    source = feed(watch_interval_s=0.5)
+    source.set_index("a", "e", [name(1)])
+    seen: list[Gateway] = []
+
+    async def follow(pause_s: float) -> None:
+        gateway = Gateway()
+        seen.append(gateway)
+        async for update in source.watch():
+            gateway.apply(update)
+            await asyncio.sleep(pause_s)  # a slow one is in the middle of a write
+
+    watchers = [asyncio.create_task(follow(pause_s)) for pause_s in (0.0, 0.05)]
+    await asyncio.sleep(0.02)
+    source.start("t")
+    source.finish(Outcome("t", "staged"))
+    if forgets:
+        source.forget_index()  # as when the engine is cut: the full state is due then
+    source.close()
+    await asyncio.wait_for(asyncio.gather(*watchers), 2)
+    assert [gateway.outcomes for gateway in seen] == [["t"], ["t"]]
