@@ -55,7 +55,8 @@ class PrefillCurve:
 
     @property
     def known(self) -> bool:
-        return self.token_s > 0
+        # Any one of them may be zero: a fit gives the time to the terms that explain it.
+        return self.base_s > 0 or self.token_s > 0 or self.token_context_s > 0
 
     def seconds(self, uncached: int, cached: int = 0) -> float:
         """Estimated compute time, without queueing."""

@@ -121,7 +121,8 @@ def mutate_json(value: Any, rng: random.Random) -> Any:
             case 3 if isinstance(holder, dict):
                 del holder[key]
             case 4 if isinstance(holder, dict):
-                holder[rng.choice(("extra", "", "address", "é"))] = rng.choice(_VALUES)
+                name = rng.choice(("extra", "", "address", "é"))
+                holder[name] = copy.deepcopy(rng.choice(_VALUES))
             case 4 if holder is not root:
                 holder.append(copy.deepcopy(holder[key]))
             case _:
