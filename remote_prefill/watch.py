@@ -138,7 +138,7 @@ class Watcher:
 
     @property
     def has_news(self) -> bool:
-        """There is something that is told only once, or it is part of the full state that is due."""
+        """Something is due that is told only once, alone or as part of the full state."""
         return self._full or bool(self._outcomes or self._started)
 
     def hurry(self) -> None:
