@@ -224,6 +224,7 @@ def _encode_cut(
 def _engine_error(end: PrefillEnd) -> PrfaasError:
     """Why the engine did not finish: its reason where that is one of our kinds."""
     message = f"the prefill engine ended the session: {end.status} {end.reason}".rstrip()
-    if end.reason in BY_KIND:
-        return from_kind(end.reason, message)
+    kind = end.reason.partition(":")[0]
+    if kind in BY_KIND:
+        return from_kind(kind, message)
     return EngineUnavailable(message)

@@ -444,6 +444,11 @@ async def test_an_engine_that_leaves_fails_running_and_queued_sessions_at_once(
     [
         (PrefillScript(fail_before=(1, 1)), EngineUnavailable, "failed boom"),
         (PrefillScript(fail_before=(0, 0), fail_reason="overloaded"), Overloaded, "overloaded"),
+        (
+            PrefillScript(fail_before=(0, 0), fail_reason="invalid_request_error: token 9"),
+            InvalidRequest,
+            "token 9",
+        ),
         (PrefillScript(skip=(1, 2)), CorruptKv, "did not export chunk 1 group 0 layer 2"),
         (PrefillScript(wrong_size=(1, 0)), ProtocolError, "exported 255 bytes, not 256"),
     ],
