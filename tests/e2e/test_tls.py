@@ -83,7 +83,7 @@ def asking(stack: RunningStack, *urls: str) -> Iterator[list[Answer]]:
             url = gateways[count % len(gateways)]
             answers.append(ask(stack, prompt_of(400, f"{worker}/{count}/{id(stop)}"), url=url))
             count += 1
-            stop.wait(0.05)
+            stop.wait(0.15)
 
     with ThreadPoolExecutor(2) as pool:
         workers = [pool.submit(loop, worker) for worker in range(2)]
