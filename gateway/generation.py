@@ -296,7 +296,9 @@ class Generation:
             self._log(record)
 
     def _give_up(self, transfer_id: str) -> None:
+        """Nobody told in time what became of a transfer: its agent is gone, or never saw it."""
         self._timers.pop(transfer_id).cancel()
+        self._metrics.outcomes.labels("unknown").inc()
         self._log(self._awaiting.pop(transfer_id))
 
     def _log(self, record: RequestRecord) -> None:

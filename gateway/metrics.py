@@ -51,7 +51,9 @@ class GatewayMetrics:
         self.fallbacks = self._counter(
             "fallbacks", "Requests meant for a peer of which D prefilled some or all.", "reason"
         )
-        self.outcomes = self._counter("outcomes", "Transfers by how they ended.", "status")
+        self.outcomes = self._counter(
+            "outcomes", "Transfers by how they ended; `unknown`: no agent said.", "status"
+        )
         self.refused = self._counter("refused", "Requests refused at the door.", "reason")
         self.certificate_end = Gauge(
             "prfaas_gateway_certificate_end_seconds",

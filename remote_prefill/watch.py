@@ -114,8 +114,11 @@ class WatchFeed:
         watcher = Watcher(self)
         self._watchers.add(watcher)
         try:
-            while not self._closed or watcher.has_news:
+            while True:
+                closed = self._closed
                 yield watcher.take()
+                if closed:
+                    return
                 await watcher.wait()
         finally:
             self._watchers.discard(watcher)
@@ -135,11 +138,6 @@ class Watcher:
         self._outcomes: list[Outcome] = []
         self._started: list[str] = []
         self._urgent = asyncio.Event()
-
-    @property
-    def has_news(self) -> bool:
-        """Something is due that is told only once, alone or as part of the full state."""
-        return self._full or bool(self._outcomes or self._started)
 
     def hurry(self) -> None:
         """Do not wait for the interval."""

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -39,11 +40,14 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def no_process_or_shared_memory_left() -> Iterator[None]:
-    """Fail a test that leaves a child process or a shared memory mapping it made."""
+    """Fail a test that leaves a child process or a shared memory mapping it made.
+
+    A process that was there before may have been restarted: it is known by its command line.
+    """
     processes, segments = _child_processes(), _shared_memory()
     yield
-    left = _wait_gone(lambda: _child_processes() - processes)
-    assert not left, f"processes left behind: {sorted(_describe(pid) for pid in left)}"
+    left = _wait_gone(lambda: set(_child_processes() - processes))
+    assert not left, f"processes left behind: {sorted(left)}"
     if _shared_memory() - segments:
         gc.collect()
     unmapped = _wait_gone(lambda: _shared_memory() - segments)
@@ -77,23 +81,26 @@ def _wait_gone(left: Callable[[], set[T]]) -> set[T]:
     return remaining
 
 
-def _child_processes() -> set[int]:
-    """Pids of living direct children, but for multiprocessing's helpers, which serve all tests."""
-    alive: set[int] = set()
+def _child_processes() -> Counter[str]:
+    """Command lines of living direct children, without their numbers (pipes differ from start to
+    start), but for multiprocessing's helpers, which serve all tests.
+    """
+    alive: Counter[str] = Counter()
     for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         try:
             pids = [int(pid) for pid in path.read_text().split()]
         except OSError:
             continue
-        alive.update(pid for pid in pids if "multiprocessing" not in _describe(pid))
+        alive.update(text for pid in pids if "multiprocessing" not in (text := _describe(pid)))
     return alive
 
 
 def _describe(pid: int) -> str:
     try:
-        return f"{pid}: {' '.join(psutil.Process(pid).cmdline())}"
+        words = psutil.Process(pid).cmdline()
     except psutil.Error:
-        return f"{pid}: (gone)"
+        return "(gone)"
+    return " ".join(word for word in words if not word.isdigit())
 
 
 def _shared_memory() -> set[str]:

@@ -35,6 +35,8 @@ class Answer:
     status: int
     body: dict[str, Any]
     request_id: str
+    retry_after: str | None = None
+    """The header of that name."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -117,6 +119,25 @@ class RunningStack:
         """Any signal, SIGSTOP and SIGCONT among them."""
         os.kill(self._processes[name].pid, number)
 
+    def ensure_up(self) -> None:
+        """Start what has ended, and let go on what was stopped."""
+        gone = [name for name in self._specs if not self._reached(name, signal.SIGCONT)]
+        if gone:
+            self._run(self._start(gone))
+
+    def wait_end(self, name: str) -> int:
+        """The exit status of a process that is about to end."""
+        status = self._run(self._processes[name].wait())
+        del self._processes[name]
+        return status
+
+    def _reached(self, name: str, number: signal.Signals) -> bool:
+        try:
+            self.signal(name, number)
+        except (KeyError, ProcessLookupError):
+            return False
+        return True
+
     def terminate(self, name: str) -> int | None:
         """SIGTERM and wait; its exit status."""
         return self._run(self._processes.pop(name).stop(STOP_GRACE_S))
@@ -147,7 +168,8 @@ class RunningStack:
                 return Answer(reply.status, json.load(reply), reply.headers["x-request-id"] or "")
         except urllib.error.HTTPError as exc:
             with exc:
-                return Answer(exc.code, json.load(exc), exc.headers["x-request-id"] or "")
+                request_id = exc.headers["x-request-id"] or ""
+                return Answer(exc.code, json.load(exc), request_id, exc.headers["retry-after"])
 
     def get(self, url: str) -> Any:
         """GET JSON."""
@@ -160,7 +182,7 @@ class RunningStack:
 
         def look() -> dict[str, Any] | None:
             found: dict[str, Any] = self.get(f"{gateway_url}/prfaas/requests/{request_id}")
-            due = found["decision"]["target"] == "remote" and found.get("outcome") is None
+            due = found["transfer_id"] is not None and found["outcome"] is None
             return None if due else found
 
         return wait_until(look, 10, f"outcome of {request_id}")

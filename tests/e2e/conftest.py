@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from prfaas.testing.oracle import TopTwoGap
+from prfaas.testing.slowstack import slow_stack
 from prfaas.testing.stack import RunningStack, running_stack
 
 ENGINE = {"chunk_tokens": 64, "kv_memory_bytes": 16 << 20, "max_context": 8192}
@@ -58,6 +59,23 @@ def always_remote_bf16(
         p_engine={**ENGINE, "kv_dtype": "bfloat16", "block_tokens": 64},
     ) as stack:
         yield stack
+
+
+@pytest.fixture(scope="session")
+def slow_one(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
+) -> Iterator[RunningStack]:
+    """One stack over a slow link for all tests that break something."""
+    with slow_stack(tmp_path_factory.mktemp("slow"), tiny_model_dir) as stack:
+        yield stack
+
+
+@pytest.fixture
+def slow(slow_one: RunningStack) -> RunningStack:
+    """The same, whole again whatever the test before has left of it."""
+    slow_one.ensure_up()
+    slow_one.wait_link_ready()
+    return slow_one
 
 
 @pytest.fixture(scope="session")

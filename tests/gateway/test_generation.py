@@ -294,6 +294,7 @@ async def test_a_log_line_does_not_wait_for_ever(
         async with make_cluster(limits={"watch_stale_s": 0.2}) as cluster:
             await cluster.post(completion())
             await until(lambda: lines(caplog), "the line", timeout_s=2)
+            assert await cluster.metric("prfaas_gateway_outcomes_total", status="unknown") == 1
             await cluster.post(completion())
     assert [line["outcome"] for line in lines(caplog)] == [None, None]  # the last one at close
 

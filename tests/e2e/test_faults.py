@@ -1,0 +1,162 @@
+"""P, the link or D's own processes fail at any moment: every answer stays exact, nothing leaks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from prfaas.testing.asking import Asker, make_prompt
+from prfaas.testing.slowstack import (
+    BUDGET_TOKENS,
+    CHUNK,
+    FIRST_FRAME_S,
+    MANY_TOKENS,
+    PROGRESS_S,
+    TOKENS,
+    is_recovered,
+)
+from prfaas.testing.stack import RunningStack, wait_until
+
+
+def kept_whole_chunks(outcome: dict[str, Any]) -> bool:
+    """Something came, and it ends where a chunk ends."""
+    end = outcome["have_tokens"] + outcome["received_tokens"]
+    return outcome["received_tokens"] > 0 and end % CHUNK == 0
+
+
+Bend = Callable[[RunningStack, bool], object]
+BENDS: dict[str, Bend] = {
+    "cut": lambda stack, on: on and stack.bend(lambda link: link.drop_connections()),
+    "stalled": lambda stack, on: stack.bend(lambda link: link.stall(on)),
+    "blackholed": lambda stack, on: stack.bend(lambda link: link.blackhole(on)),
+    "p-agent stopped": lambda stack, on: stack.signal(
+        "p-agent", signal.SIGSTOP if on else signal.SIGCONT
+    ),
+    "p-engine stopped": lambda stack, on: stack.signal(
+        "p-engine", signal.SIGSTOP if on else signal.SIGCONT
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", BENDS)
+def test_whole_chunks_are_kept_when_the_transfer_breaks(slow: RunningStack, fault: str) -> None:
+    """Silence ends with its phase's deadline, a cut at once; D prefills the rest itself."""
+    # P is much faster than the link: to break its part, the prompt has to be longer.
+    prompt = make_prompt(MANY_TOKENS if fault.startswith("p-") else TOKENS, fault)
+    with Asker(slow) as asker:
+        asking = asker.start(prompt)
+        asker.wait_moving(150_000)
+        began = time.monotonic()
+        BENDS[fault](slow, True)
+        try:
+            record = asker.check(prompt, asking.result(30))
+            took_s = time.monotonic() - began
+        finally:
+            BENDS[fault](slow, False)
+        outcome = record["outcome"]
+        assert outcome["status"] == "partial"
+        assert kept_whole_chunks(outcome), outcome
+        if fault == "cut":
+            assert outcome["reason"] == "peer_unavailable"
+        else:
+            assert outcome["reason"] == "prefill_timeout_progress"
+        assert took_s < PROGRESS_S + 6.0
+        is_recovered(slow, asker, fault)
+
+
+@pytest.mark.parametrize("victim", ["p-agent", "p-engine"])
+def test_silence_before_the_first_frame_ends_with_its_phase(
+    slow: RunningStack, victim: str
+) -> None:
+    prompt = make_prompt(300, victim)
+    with Asker(slow) as asker:
+        asker.right(prompt)
+        slow.signal(victim, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            outcome = asker.outcome(prompt)
+            took_s = time.monotonic() - began
+        finally:
+            slow.signal(victim, signal.SIGCONT)
+        phase = {"p-agent": "connect", "p-engine": "first_frame"}[victim]
+        assert (outcome["status"], outcome["reason"]) == ("local", f"prefill_timeout_{phase}")
+        assert took_s < FIRST_FRAME_S + 3.0
+        is_recovered(slow, asker, victim)
+
+
+def test_a_peer_that_is_refused_or_gone_is_not_asked_and_is_counted(slow: RunningStack) -> None:
+    with Asker(slow) as asker:
+        slow.bend(lambda link: link.refuse(True))
+        try:
+            slow.bend(lambda link: link.drop_connections())
+            wait_until(lambda: not peer_ready(slow), 10, "the gateway to see the peer gone")
+            for attempt in range(3):
+                prompt = make_prompt(300, f"refused/{attempt}")
+                record = asker.check(prompt, asker.ask(prompt))
+                assert record["decision"]["reason"] in ("no_peer", "stale")
+                assert record["outcome"] is None
+        finally:
+            slow.bend(lambda link: link.refuse(False))
+        metrics = slow.metrics("gateway")
+        counted = [v for k, v in metrics.items() if k.startswith("prfaas_gateway_fallbacks_total")]
+        assert sum(counted) >= 3
+        is_recovered(slow, asker, "refused")
+
+
+def test_flipped_bits_on_the_wire_are_found_and_never_seen(slow: RunningStack) -> None:
+    """A bit in a frame is CorruptKv; one in HTTP/2's own bytes, or in another stream, breaks that
+    connection. Whatever is hit, the answer is exact."""
+    reasons: list[str] = []
+    with Asker(slow) as asker:
+        while "corrupt_kv" not in reasons and len(reasons) < 8:
+            prompt = make_prompt(TOKENS, f"flip/{len(reasons)}")
+            asking = asker.start(prompt)
+            asker.wait_moving(100_000)
+            slow.bend(lambda link: link.corrupt_down(1))
+            outcome = asker.check(prompt, asking.result(30))["outcome"]
+            assert outcome is None or outcome["status"] in ("staged", "partial", "local")
+            reasons.append(outcome["reason"] if outcome is not None else "")
+            is_recovered(slow, asker, prompt)
+        assert "corrupt_kv" in reasons
+        assert set(reasons) <= {"corrupt_kv", "peer_unavailable", "protocol_error", ""}, reasons
+        tries = slow.metrics("d-agent")
+        assert tries['prfaas_agent_tries_total{instance="p-0",peer="p",result="corrupt_kv"}'] >= 1
+
+
+def test_the_fallback_budget_keeps_a_dead_peers_load_off_d(slow: RunningStack) -> None:
+    """Offloads beyond the budget get 503 with Retry-After once P is silent, the others D."""
+    asked = 8
+    with Asker(slow) as asker:
+        prompts = [make_prompt(TOKENS, f"budget/{i}") for i in range(asked)]
+        for prompt in prompts:
+            asker.right(prompt)
+        slow.signal("p-engine", signal.SIGSTOP)
+        try:
+            asking = [asker.start(prompt) for prompt in prompts]
+            answers = [future.result(60) for future in asking]
+        finally:
+            slow.signal("p-engine", signal.SIGCONT)
+        served = 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            record = slow.record(answer.request_id)
+            if answer.status == 200:
+                served += 1
+                assert record["on_failure"] == "local"
+                asker.check(prompt, answer)
+            else:
+                assert answer.status == 503
+                assert answer.body["error"]["type"] == "prefill_unavailable"
+                assert answer.retry_after is not None
+                assert record["on_failure"] == "reject"
+                assert record["outcome"]["status"] == "refused"
+        assert served == BUDGET_TOKENS // (TOKENS - 1)
+        is_recovered(slow, asker, "budget")
+
+
+def peer_ready(stack: RunningStack) -> bool:
+    cluster = stack.get(f"{stack.stack.gateway_url}/prfaas/cluster")
+    return all(remote["ready"] for remote in cluster["remotes"])
