@@ -137,6 +137,20 @@ def set_congestion(sock: socket.socket, name: str) -> Congestion | Unavailable:
     return Congestion(in_use, "" if in_use == name else reason)
 
 
+def bound_unsent(sock: socket.socket, nbytes: int) -> int | Unavailable:
+    """Let the kernel hold about `nbytes` that it has not sent yet; what it says it holds then.
+
+    On a listening socket it is so for the connections it accepts from then on.
+    """
+    if sys.platform != "linux":
+        return Unavailable(f"TCP_NOTSENT_LOWAT is set on Linux only, not on {sys.platform}")
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, nbytes)
+        return sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+    except OSError as exc:
+        return Unavailable(f"TCP_NOTSENT_LOWAT: {exc.strerror}")
+
+
 def find_socket(peer: str, local_port: int | None = None) -> socket.socket | Unavailable:
     """The one connection of this process that `find_sockets` finds; the caller closes it."""
     found = find_sockets(peer, local_port)

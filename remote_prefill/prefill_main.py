@@ -20,7 +20,14 @@ from remote_prefill.prefill_agent import PrefillAgent
 from remote_prefill.service import PrefillService
 from remote_prefill.standard_services import HealthReporter, add_reflection
 from remote_prefill.telemetry_service import TELEMETRY, TelemetryService
-from remote_prefill.transport import SERVICE, bind, control_bytes, gates, server_options
+from remote_prefill.transport import (
+    SERVICE,
+    bind,
+    control_bytes,
+    gates,
+    keep_queues_short,
+    server_options,
+)
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +72,7 @@ class PrefillServer:
         port = bind(self._server, self._settings.host, self._settings.port, self._files)
         await self._port_server.start()
         await self._server.start()
+        keep_queues_short(port)
         await self._health.start()
         log.info("prefill service listens on %s:%d", self._settings.host, port)
         return port

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import struct
@@ -21,6 +22,7 @@ from prfaas.tcp_info import (
     Congestion,
     TcpInfo,
     Unavailable,
+    bound_unsent,
     find_listeners,
     find_socket,
     find_sockets,
@@ -165,6 +167,24 @@ def test_connections_inherit_the_congestion_control_of_their_listener() -> None:
                 kind = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
                 assert kind.startswith(b"reno")
                 assert not find_listeners(client.getsockname()[1])
+
+
+def test_connections_inherit_the_bound_on_unsent_bytes_and_keep_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert bound_unsent(listener, 1 << 16) == 1 << 16
+        with socket.create_connection(listener.getsockname(), timeout=5) as client:
+            accepted, _ = listener.accept()
+            with accepted:
+                accepted.setblocking(False)
+                queued = 0
+                with contextlib.suppress(BlockingIOError):
+                    while queued < 64 * MIB:
+                        queued += accepted.send(bytes(1 << 14))
+                unsent = info_of(accepted).notsent_bytes
+                assert unsent is not None
+                assert unsent <= 2 << 16
+                assert queued < 64 * MIB
+                assert client.recv(1)
 
 
 def test_a_connection_is_found_by_its_peer_and_told_apart_by_its_port(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 import grpc.aio
 import pytest
@@ -10,11 +11,14 @@ import pytest
 from prfaas.errors import ConfigError
 from prfaas.frames import DEFAULT_FRAME_LIMITS
 from prfaas.limits import Limits
+from prfaas.tcp_info import find_socket, find_sockets
 from remote_prefill.transport import (
+    UNSENT_BYTES,
     WATCH_REQUEST_BYTES,
     bind,
     channel_options,
     control_bytes,
+    keep_queues_short,
     server_options,
 )
 
@@ -38,3 +42,26 @@ async def test_a_port_that_is_taken_is_a_config_error() -> None:
             bind(server, "127.0.0.1", port)
         assert bind(server, "127.0.0.1", 0) > 0
         await server.stop(None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_NOTSENT_LOWAT is Linux's")
+async def test_a_cancelled_sessions_bytes_do_not_queue_in_the_kernel_for_long() -> None:
+    server = grpc.aio.server(options=server_options(WATCH_REQUEST_BYTES))
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    keep_queues_short(port)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await channel.channel_ready()
+        found = find_sockets(f"ipv4:127.0.0.1:{port}")
+        assert isinstance(found, list)
+        ours = [(sock.getpeername(), sock.getsockname()) for sock in found]
+        for sock in found:
+            sock.close()
+        for _, mine in ours:
+            accepted = find_socket(f"ipv4:{mine[0]}:{mine[1]}")
+            assert isinstance(accepted, socket.socket)
+            with accepted:
+                bound = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+                assert bound == UNSENT_BYTES
+        assert ours
+    await server.stop(None)
