@@ -98,7 +98,7 @@ def _goodput(plan: Run, conditions: Conditions, *, first: bool = False) -> None:
         for count in CONNECTIONS:
             arms[f"raw{count}"] = partial(at.raw, f"raw{count}", SESSION_BYTES, count)
         if first:
-            arms["first.ours"] = partial(at.ours, "first.ours", FIRST_BYTES)
+            arms["first.ours"] = partial(at.ours, "first.ours", FIRST_BYTES, warm=False)
             arms["first.grpc"] = partial(at.plain_grpc, "first.grpc", FIRST_BYTES, fresh=True)
         samples = _interleave(plan, arms)
         best = max((f"raw{n}" for n in CONNECTIONS), key=lambda name: samples[name].median)
@@ -141,8 +141,9 @@ def _resume(plan: Run) -> None:
             "resume_extra_bytes",
             found.median,
             "share",
-            f"{found.spread}; {SESSION_BYTES // MIB} MiB, P's busiest connection reset when half "
-            f"had crossed the link, against the same session uncut; all came whole and right; "
+            f"{found.spread}; bytes on the line, {SESSION_BYTES // MIB} MiB, P's busiest "
+            f"connection reset when half had crossed, against the same session uncut just before; "
+            f"all came whole and right; "
             f"{at.conditions_note()}",
         )
 

@@ -40,7 +40,6 @@ _LOOPBACK = {P: "127.18.0.1", D: "127.18.0.2"}
 _READY_TIMEOUT_S = 60.0
 _POLL_S = 0.05
 _DEADLINE_S = 100.0
-_IDLE_TIMEOUT_S = 10.0
 
 
 class SiteError(PrfaasError):
@@ -192,15 +191,6 @@ class WanSite:
         """KV bytes that D has received, frame headers included, since its start."""
         return self._metric(D, "prfaas_agent_wire_bytes_total")
 
-    def sent_wire_bytes(self) -> float:
-        """KV bytes that P has sent, those sent twice counted twice, once no session is open."""
-        self._until(
-            lambda: self._metric(P, "prfaas_prefill_open_sessions") == 0,
-            _IDLE_TIMEOUT_S,
-            "P to end its sessions",
-        )
-        return self._metric(P, "prfaas_prefill_wire_bytes_total")
-
     def cpu(self) -> Cpu:
         """So far."""
         agents = sum(process_cpu_s(process.pid) for process in self._agents.values())
@@ -286,7 +276,7 @@ class WanSite:
     def _section(self, side: Side) -> dict[str, Any]:
         """What TLS, or doing without TLS and codec, adds to a section."""
         if self._plain:
-            return {}
+            return {"codecs": ["raw"]}
         directory = self._directory / "tls"
         pair = directory / _word(side)
         files = {"cert": pair / "cert.pem", "key": pair / "key.pem", "ca": directory / "ca.pem"}

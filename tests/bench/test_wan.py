@@ -17,7 +17,7 @@ import pytest
 from bench.record_kv import Recorder
 from bench.wan_baselines import Fetched
 from bench.wan_measure import Conditions, Measuring
-from bench.wan_site import SiteError, WanSite, baseline, process_cpu_s
+from bench.wan_site import SiteError, WanSite, add_loopback, baseline, process_cpu_s
 from bench.wanlink import WanLink, available
 from prfaas.kvport import PortServer
 from prfaas.layout import GroupKind, KvLayout, LayerGroup
@@ -111,28 +111,44 @@ async def test_a_recording_is_what_the_engine_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(REASON is not None, reason=REASON or "")
-@pytest.mark.parametrize("plain", [False, True])
 def test_over_the_emulated_link_sessions_come_right_and_are_counted(
-    tmp_path: Path, plain: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("bench.wan_measure.REST_S", 0.0)
     tape = tmp_path / "tape.npz"
     seeded_tape(64).save(tape)
     with (
         WanLink(500e6, 5) as link,
         baseline(link, "raw", tmp_path) as raw,
         baseline(link, "grpc", tmp_path) as grpc,
-        WanSite(link, tmp_path, tape, plain=plain) as site,
+        WanSite(link, tmp_path, tape) as site,
     ):
         at = Measuring(Conditions("test", 500e6, 5), link, site, raw, grpc)
         at.warm_up((1, 2))
-        before = site.sent_wire_bytes()
-        for arm in (at.ours("ours", 4 << 20), at.raw("raw", 4 << 20, 2)):
+        before = site.received_wire_bytes()
+        for arm in (at.ours("ours", 4 << 20, warm=False), at.raw("raw", 4 << 20, 2)):
             assert 10 < arm < 500
-        sent_bytes = site.sent_wire_bytes() - before
-        assert sent_bytes == pytest.approx(4 << 20, rel=0.05)
+        moved_bytes = site.received_wire_bytes() - before
+        assert moved_bytes == pytest.approx(4 << 20, rel=0.05)
         assert at.ours_cpu("cpu", 1 << 20, 2) > 0
         assert at.plain_grpc_cpu("grpc", 1 << 20, 2) > 0
         assert "line" in at.arm_note("ours")
         assert "bbr" in at.conditions_note() or "cubic" in at.conditions_note()
         with pytest.raises(SiteError, match="did not come whole"):
             site.fetch(1 << 20)  # more than P's longest prompt
+
+
+@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+def test_ports_that_bind_loopback_only_can_be_reached_over_the_link() -> None:
+    serve = "import socket; s = socket.create_server(('127.18.0.1', 7000)); print(flush=True); "
+    serve += "c, peer = s.accept(); c.sendall(peer[0].encode())"
+    call = "import socket; print(socket.create_connection(('127.18.0.1', 7000), 5).recv(99))"
+    with WanLink(100e6, 10) as link:
+        add_loopback(link)
+        server = link.run_in("a", [sys.executable, "-c", serve], stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        server.stdout.readline()
+        crossed = link.stats().ab.packets
+        client = link.run_in("b", [sys.executable, "-c", call], stdout=subprocess.PIPE)
+        assert client.communicate(timeout=10)[0] == b"b'127.18.0.2'\n"
+        assert link.stats().ab.packets > crossed
