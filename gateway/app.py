@@ -26,6 +26,7 @@ from gateway.watch import WatchClient, watch_endpoints
 from prfaas.clock import SYSTEM_CLOCK, Clock
 from prfaas.dialling import ends_at, open_files
 from prfaas.errors import ConfigError
+from prfaas.http_log import server_logger
 from prfaas.interfaces import RoutingPolicy
 from prfaas.settings import Settings
 from prfaas.snapshot import Outcome
@@ -109,6 +110,7 @@ class Gateway:
             handlers.app(),
             handler_cancellation=True,
             access_log=None,
+            logger=server_logger(),
             keepalive_timeout=IDLE_CLIENT_S,
             lingering_time=LINGER_S,
             shutdown_timeout=CUT_S,

@@ -113,11 +113,7 @@ class Handlers:
             trace=trace_of(request.headers.get("traceparent")),
             body=await self._body(request),
             salt_header=request.headers.get("x-cache-salt", ""),
-            passed_headers={
-                name: value
-                for name in PASSED_HEADERS
-                if (value := request.headers.get(name)) is not None
-            },
+            passed_headers=_passed_headers(request),
         )
         try:
             answer = await self._generation.serve(inbound, sink)
@@ -243,6 +239,21 @@ def _request_id(request: web.Request) -> str:
         known = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
         request[_REQUEST_ID_KEY] = known
     return known
+
+
+def _passed_headers(request: web.Request) -> dict[str, str]:
+    """Raises InvalidRequest for one that is no text, which could not go on as it came."""
+    passed: dict[str, str] = {}
+    for name in PASSED_HEADERS:
+        value = request.headers.get(name)
+        if value is None:
+            continue
+        try:
+            value.encode()
+        except UnicodeEncodeError as exc:
+            raise InvalidRequest(f"header {name} is not UTF-8", param=name) from exc
+        passed[name] = value
+    return passed
 
 
 def _of_http(exc: web.HTTPException, request: web.Request) -> tuple[PrfaasError, dict[str, str]]:

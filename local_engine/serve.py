@@ -20,6 +20,7 @@ from local_engine.http.state import ServerState, Serving
 from local_engine.metrics import EngineMetrics
 from prfaas.clock import Deadline
 from prfaas.errors import ConfigError
+from prfaas.http_log import server_logger
 from prfaas.settings import EngineSettings, Settings
 
 log = logging.getLogger(__name__)
@@ -118,6 +119,7 @@ async def _listening(state: ServerState, settings: EngineSettings) -> AsyncItera
         app,
         handler_cancellation=True,
         access_log=None,
+        logger=server_logger(),
         keepalive_timeout=KEEP_ALIVE_S,
         shutdown_timeout=CLOSE_TIMEOUT_S,
     )

@@ -42,5 +42,6 @@ def cache_salt(secret: bytes, tenant: str, client_salt: str) -> str:
     """The salt of a request: an HMAC, so a client cannot name another tenant's salt."""
     if not tenant and not client_salt:
         return ""
-    message = f"{tenant}|{client_salt}".encode()
+    # A header may hold any bytes, which come as lone surrogates.
+    message = f"{tenant}|{client_salt}".encode(errors="surrogatepass")
     return hmac.new(secret, message, hashlib.sha256).hexdigest()[:32]

@@ -53,46 +53,51 @@ class PrefillService:
         self._padding = os.urandom(PING_CHUNK_BYTES)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """`Transfer` takes and gives bytes as they are; the rest is protobuf."""
+        """`Transfer` takes and gives bytes as they are; the rest is protobuf, parsed by us: gRPC
+        would answer bytes that are none with its own traceback.
+        """
         return grpc.method_handlers_generic_handler(
             SERVICE,
             {
                 "Handshake": grpc.unary_unary_rpc_method_handler(
-                    self.handshake,
-                    pb.HandshakeRequest.FromString,
-                    pb.HandshakeReply.SerializeToString,
+                    self.handshake, None, pb.HandshakeReply.SerializeToString
                 ),
                 "Transfer": grpc.stream_stream_rpc_method_handler(self.transfer),
                 "Cancel": grpc.unary_unary_rpc_method_handler(
-                    self.cancel, pb.CancelRequest.FromString, pb.CancelReply.SerializeToString
+                    self.cancel, None, pb.CancelReply.SerializeToString
                 ),
                 "Ping": grpc.unary_stream_rpc_method_handler(
-                    self.ping, pb.PingRequest.FromString, pb.PingReply.SerializeToString
+                    self.ping, None, pb.PingReply.SerializeToString
                 ),
             },
         )
 
-    async def handshake(self, request: pb.HandshakeRequest, context: Context) -> pb.HandshakeReply:
+    async def handshake(self, data: bytes, context: Context) -> pb.HandshakeReply:
+        name = ""
         try:
             client = self._agent.access.client(context)
+            request = convert.parse(pb.HandshakeRequest, data)
+            name = request.client
             theirs = convert.handshake_from_request(request)
             return convert.handshake_reply(self._agent.handshake(theirs, client))
         except PrfaasError as exc:
-            log.info("handshake refused client=%r kind=%s: %s", request.client, exc.kind, exc)
+            log.info("handshake refused client=%r kind=%s: %s", name, exc.kind, exc)
             await context.abort(*status_of(exc))
 
-    async def cancel(self, request: pb.CancelRequest, context: Context) -> pb.CancelReply:
+    async def cancel(self, data: bytes, context: Context) -> pb.CancelReply:
         """Sessions of the caller; a number that only others have is as good as none."""
         try:
             client = self._agent.access.client(context)
+            request = convert.parse(pb.CancelRequest, data)
         except PrfaasError as exc:
             await context.abort(*status_of(exc))
         cancelled = sum(self._agent.cancel(session, client) for session in request.sessions)
         return pb.CancelReply(cancelled=cancelled)
 
-    async def ping(self, request: pb.PingRequest, context: Context) -> AsyncIterator[pb.PingReply]:
+    async def ping(self, data: bytes, context: Context) -> AsyncIterator[pb.PingReply]:
         try:
             self._agent.access.client(context)
+            request = convert.parse(pb.PingRequest, data)
         except PrfaasError as exc:
             await context.abort(*status_of(exc))
         left = min(request.probe_bytes, MAX_PROBE_BYTES)

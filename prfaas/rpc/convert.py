@@ -31,7 +31,8 @@ from prfaas.telemetry import EngineInfo, KvDelta, LinkInfo, WatchUpdate
 M = TypeVar("M", bound=Message)
 
 
-def _parse(kind: type[M], data: bytes | memoryview) -> M:
+def parse(kind: type[M], data: bytes | memoryview) -> M:
+    """A message that came. Raises ProtocolError, which a deserializer of gRPC could not pass on."""
     message = kind()
     try:
         message.ParseFromString(bytes(data))
@@ -90,7 +91,7 @@ def error_to_bytes(error: PrfaasError) -> bytes:
 
 def error_from_bytes(data: bytes | memoryview) -> PrfaasError:
     """The error that went in, as the same class."""
-    detail = _parse(pb.ErrorDetail, data)
+    detail = parse(pb.ErrorDetail, data)
     return from_kind(
         detail.kind,
         detail.message,
@@ -227,7 +228,7 @@ def open_to_bytes(value: SessionOpen) -> bytes:
 
 
 def open_from_bytes(data: bytes | memoryview) -> SessionOpen:
-    message = _parse(pb.SessionOpen, data)
+    message = parse(pb.SessionOpen, data)
     return SessionOpen(
         transfer_id=message.transfer_id,
         model=message.model,
@@ -256,7 +257,7 @@ def accept_to_bytes(value: SessionAccept) -> bytes:
 
 
 def accept_from_bytes(data: bytes | memoryview) -> SessionAccept:
-    message = _parse(pb.SessionAccept, data)
+    message = parse(pb.SessionAccept, data)
     return SessionAccept(message.chunk_tokens, message.queue_position, message.retained_bytes)
 
 
@@ -279,7 +280,7 @@ def seal_to_bytes(value: SessionSeal) -> bytes:
 
 
 def seal_from_bytes(data: bytes | memoryview) -> SessionSeal:
-    message = _parse(pb.SessionSeal, data)
+    message = parse(pb.SessionSeal, data)
     return SessionSeal(
         frames=message.frames,
         raw_bytes=message.raw_bytes,
@@ -307,7 +308,7 @@ def ack_to_bytes(value: SessionAck) -> bytes:
 
 
 def ack_from_bytes(data: bytes | memoryview) -> SessionAck:
-    message = _parse(pb.SessionAck, data)
+    message = parse(pb.SessionAck, data)
     return SessionAck(message.frames, message.wire_bytes, message.receive_bytes_per_s)
 
 

@@ -183,6 +183,24 @@ async def test_bytes_that_are_not_http_are_refused(cluster: Any) -> None:
     assert (await cluster.post(SHORT))[0] == 200
 
 
+async def test_headers_of_any_bytes_are_a_salt_or_a_400_and_never_an_error_of_ours(
+    cluster: Any,
+) -> None:
+    body = json.dumps({**SHORT, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    length = b"content-length: %d\r\n\r\n" % len(body)
+    for salt in (b"\xff\xfe", b"\xff\xfd"):
+        answer = await raw(cluster, head + b"x-cache-salt: " + salt + b"\r\n" + length + body)
+        assert answer.startswith(b"HTTP/1.1 200")
+    first, second = (request.body["cache_salt"] for request in cluster.engine.seen)
+    assert first != second
+    for name in (b"user-agent", b"authorization", b"accept", b"tracestate"):
+        answer = await raw(cluster, head + name + b": \xff\r\n" + length + body)
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert name in answer
+    assert len(cluster.engine.seen) == 2
+
+
 async def test_a_broken_stream_closes_the_connection(cluster: Any) -> None:
     """Case 38: read until the end of the connection, there is an error and no [DONE]."""
     cluster.engine.script = Script(stop_after=1, then="cut")
