@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import threading
 import time
 import urllib.error
@@ -14,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGCONT, Signals
 from typing import Any, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -63,12 +63,13 @@ class RunningStack:
     ) -> None:
         """`link`: the relay between D and P, not started yet. `metrics_ports`: of the agents."""
         self.stack = stack
+        self.metrics_ports = metrics_ports or {}
         self._link = link
         self._metrics_urls = {
             "gateway": stack.gateway_url,
             "d-engine": stack.d_engine_url,
             "p-engine": stack.p_engine_url,
-            **{n: f"http://127.0.0.1:{port}" for n, port in (metrics_ports or {}).items()},
+            **{n: f"http://127.0.0.1:{port}" for n, port in self.metrics_ports.items()},
         }
         self._specs = {spec.name: spec for spec in specs}
         self._processes: dict[str, ManagedProcess] = {}
@@ -115,13 +116,13 @@ class RunningStack:
         self._specs[spec.name] = spec
         self.restart(spec.name)
 
-    def signal(self, name: str, number: signal.Signals) -> None:
+    def signal(self, name: str, number: Signals) -> None:
         """Any signal, SIGSTOP and SIGCONT among them."""
         os.kill(self._processes[name].pid, number)
 
     def ensure_up(self) -> None:
         """Start what has ended, and let go on what was stopped."""
-        gone = [name for name in self._specs if not self._reached(name, signal.SIGCONT)]
+        gone = [name for name in self._specs if not self._reached(name, SIGCONT)]
         if gone:
             self._run(self._start(gone))
 
@@ -131,7 +132,7 @@ class RunningStack:
         del self._processes[name]
         return status
 
-    def _reached(self, name: str, number: signal.Signals) -> bool:
+    def _reached(self, name: str, number: Signals) -> bool:
         try:
             self.signal(name, number)
         except (KeyError, ProcessLookupError):
