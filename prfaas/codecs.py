@@ -161,6 +161,11 @@ class CodecSet:
         """Best first: a higher number is a newer codec."""
         return tuple(self._by_id[i].name for i in sorted(self._by_id, reverse=True))
 
+    def only(self, names: Iterable[str]) -> CodecSet:
+        """Those of `names`; all for an empty list."""
+        wanted = set(names) or set(self._by_name)
+        return CodecSet(codec for name, codec in self._by_name.items() if name in wanted)
+
     def by_id(self, codec_id: int) -> Codec:
         """Raises CorruptKv for a number that was not negotiated."""
         codec = self._by_id.get(codec_id)

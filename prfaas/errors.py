@@ -111,6 +111,12 @@ class PeerUnavailable(PrfaasError):
     grpc_code = "UNAVAILABLE"
 
 
+class SessionLost(PeerUnavailable):
+    """The instance knows nothing of a session that was to go on: it has started anew."""
+
+    kind = "session_lost"
+
+
 class PrefillTimeout(PrfaasError):
     """A phase (`connect`, `first_frame`, `progress`, `total`) of remote prefill ran out of time."""
 

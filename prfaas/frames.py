@@ -1,15 +1,16 @@
 """Wire frames v1: parse, serialize, check, print; no I/O.
 
-A gRPC message on a data stream is one or more whole frames, one after another. A frame is a
-64-byte header and a payload. Every size is checked before memory is taken, and the header has its
-own crc, so a flipped bit anywhere is found.
+A gRPC message is one or more whole frames, one after another. A frame is a 68-byte header and a
+payload. Every size is checked before memory is taken. Header and payload each have a crc, so a
+flipped bit anywhere is found; one in a KV payload leaves the header to say which frame to fetch
+again.
 
 Layout of the header, little endian (docs/protocol.md has the table):
 
     magic "PF" | version u8 | type u8 | flags u16 | codec u8 | group u8
     session u64 | epoch u32 | chunk u32 | layer_start u16 | layer_end u16
     token_start u32 | token_end u32 | head_start u16 | head_end u16
-    raw_bytes u64 | wire_bytes u64 | payload_crc u32
+    raw_bytes u64 | wire_bytes u64 | sequence u32 | payload_crc u32
     header_crc u32 (over everything before it)
 """
 
@@ -18,15 +19,17 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import google_crc32c
+import numpy as np
+import numpy.typing as npt
 
 from prfaas.errors import CorruptKv, ProtocolError
 
 WIRE_MAJOR = 1
 WIRE_MINOR = 0
-_HEADER = struct.Struct("<2sBBHBBQIIHHIIHHQQI")
+_HEADER = struct.Struct("<2sBBHBBQIIHHIIHHQQII")
 _CRC = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CRC.size
 MAGIC = b"PF"
@@ -35,7 +38,9 @@ OPTIONAL_TYPE_BIT = 0x80
 
 
 class FrameType(enum.IntEnum):
-    """What a frame is. Up: OPEN, ACK, CANCEL. Down: ACCEPT, KV, SEAL, ERROR."""
+    """What a frame is. Up: OPEN, ACK, CANCEL, RESUME. Down: ACCEPT, SEAL, ERROR, and KV on lanes,
+    which begin with ATTACH in both directions.
+    """
 
     OPEN = 1
     ACCEPT = 2
@@ -44,6 +49,8 @@ class FrameType(enum.IntEnum):
     ERROR = 5
     ACK = 6
     CANCEL = 7
+    ATTACH = 8
+    RESUME = 9
 
 
 class FrameFlag(enum.IntFlag):
@@ -51,7 +58,7 @@ class FrameFlag(enum.IntFlag):
 
     NONE = 0
     APP_LIMITED = 1
-    """The send queue was empty before this frame: its timing says nothing about the link."""
+    """The link had capacity to spare when this frame left: its timing says nothing about it."""
     CACHED = 2
     """Read from the sender's prefix cache."""
 
@@ -67,9 +74,21 @@ class FrameLimits:
 DEFAULT_FRAME_LIMITS = FrameLimits()
 
 
+def crc32c(data: bytes | memoryview | npt.NDArray[np.uint8]) -> int:
+    """Castagnoli crc of contiguous bytes, without a copy."""
+    if isinstance(data, bytes):
+        return int(google_crc32c.value(data))
+    # The extension takes no memoryview, but it takes an array over one.
+    return int(google_crc32c.value(np.frombuffer(data, dtype=np.uint8)))
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One wire unit; `payload` is what is on the wire (encoded), `raw_bytes` its decoded size."""
+    """One wire unit; `payload` is what is on the wire (encoded), `raw_bytes` its decoded size.
+
+    `sequence` numbers the KV frames of a session from 0. `payload_crc`: as the header says it, or
+    as it was computed before; None: serialize computes it.
+    """
 
     type: FrameType
     session: int
@@ -85,13 +104,16 @@ class Frame:
     head_start: int = 0
     head_end: int = 0
     raw_bytes: int = 0
+    sequence: int = 0
     payload: bytes | memoryview = b""
+    payload_crc: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         text = f"<{self.type.name} s={self.session:x} e={self.epoch}"
         if self.type is FrameType.KV:
             text += (
-                f" c={self.chunk} g={self.group} L[{self.layer_start},{self.layer_end})"
+                f" #{self.sequence} c={self.chunk} g={self.group}"
+                f" L[{self.layer_start},{self.layer_end})"
                 f" t[{self.token_start},{self.token_end}) h[{self.head_start},{self.head_end})"
                 f" codec={self.codec} {len(self.payload)}/{self.raw_bytes}B"
             )
@@ -99,8 +121,9 @@ class Frame:
             text += f" {len(self.payload)}B"
         return text + ">"
 
-    def serialize(self) -> bytes:
-        """Header and payload as one `bytes` (gRPC takes nothing else)."""
+    def header(self) -> bytes:
+        """The header alone, crc of the payload included."""
+        crc = crc32c(self.payload) if self.payload_crc is None else self.payload_crc
         head = _HEADER.pack(
             MAGIC,
             WIRE_MAJOR,
@@ -119,9 +142,24 @@ class Frame:
             self.head_end,
             self.raw_bytes,
             len(self.payload),
-            google_crc32c.value(bytes(self.payload)),
+            self.sequence,
+            crc,
         )
-        return b"".join((head, _CRC.pack(google_crc32c.value(head)), self.payload))
+        return head + _CRC.pack(google_crc32c.value(head))
+
+    def serialize(self) -> bytes:
+        """Header and payload as one `bytes` (gRPC takes nothing else)."""
+        return b"".join((self.header(), self.payload))
+
+    @property
+    def wire_bytes(self) -> int:
+        """Header and payload."""
+        return HEADER_BYTES + len(self.payload)
+
+    @property
+    def intact(self) -> bool:
+        """Whether the payload has the crc that the header says."""
+        return self.payload_crc is None or crc32c(self.payload) == self.payload_crc
 
     def check(self, limits: FrameLimits = DEFAULT_FRAME_LIMITS) -> None:
         """Raise ProtocolError where fields contradict each other; run before send and after
@@ -151,7 +189,8 @@ def parse(
     """First frame of `data` and the bytes it took; the frame is None for a skippable unknown type.
 
     Raises ProtocolError (not a frame, unknown version or type, sizes over `limits`, truncated) or
-    CorruptKv (crc). The payload is a view into `data`, not a copy.
+    CorruptKv (crc). The payload is a view into `data`, not a copy, and that of a KV frame is not
+    checked here: `intact` does, in the thread that decodes.
     """
     view = memoryview(data)
     if len(view) < HEADER_BYTES:
@@ -159,7 +198,7 @@ def parse(
     if bytes(view[:2]) != MAGIC:
         raise ProtocolError(f"not a frame: starts with {bytes(view[:2])!r}")
     (header_crc,) = _CRC.unpack_from(view, _HEADER.size)
-    if google_crc32c.value(bytes(view[: _HEADER.size])) != header_crc:
+    if crc32c(view[: _HEADER.size]) != header_crc:
         raise CorruptKv("frame header crc mismatch")
     (
         _,
@@ -179,6 +218,7 @@ def parse(
         head_end,
         raw_bytes,
         wire_bytes,
+        sequence,
         payload_crc,
     ) = _HEADER.unpack_from(view)
     if version != WIRE_MAJOR:
@@ -215,9 +255,11 @@ def parse(
         head_start=head_start,
         head_end=head_end,
         raw_bytes=raw_bytes,
+        sequence=sequence,
         payload=payload,
+        payload_crc=payload_crc,
     )
-    if google_crc32c.value(bytes(payload)) != payload_crc:
+    if known is not FrameType.KV and not frame.intact:
         raise CorruptKv(f"{frame}: payload crc mismatch")
     frame.check(limits)
     return frame, end

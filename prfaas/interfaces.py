@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from prfaas.hashing import BlockHash
+from prfaas.ledger import Piece
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot
 
 State = TypeVar("State")
@@ -30,4 +34,18 @@ class PrefixIndex(Protocol):
 
     def match(self, engine: str, chain: Sequence[BlockHash]) -> int:
         """How many leading blocks of `chain` the engine holds."""
+        ...
+
+
+class KvSink(Protocol):
+    """Where decoded KV goes: staging, or any memory. Called from codec threads, for different
+    places at once.
+    """
+
+    def in_place(self, piece: Piece) -> npt.NDArray[np.uint8] | None:
+        """The bytes of a piece where they lie together, to be filled; else None."""
+        ...
+
+    def scatter(self, piece: Piece, raw: npt.NDArray[np.uint8]) -> None:
+        """Copy a decoded piece to its places."""
         ...

@@ -8,7 +8,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from prfaas.errors import PrfaasError
 from prfaas.layout import Fingerprint
+from prfaas.sequences import Range
 
 
 class Feature(enum.IntFlag):
@@ -33,6 +35,8 @@ class Handshake:
     instance: str = ""
     engine_epoch: str = ""
     paced: bool = False
+    link: bytes = b""
+    """Server: names the link from now on. Client: the link of its handshake before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,10 @@ class SessionOpen:
     hold_until_sealed: bool = False
     tenant: str = ""
     """For whom, as the gateway signed it; empty: nobody in particular."""
+    link: bytes = b""
+    """Whose lanes carry the KV."""
+    credit_bytes: int = 0
+    """Until the first ACK; 0: nothing is sent before it is asked for."""
 
     @property
     def token_count(self) -> int:
@@ -68,6 +76,8 @@ class SessionAccept:
     chunk_tokens: int
     queue_position: int = 0
     retained_bytes: int = 0
+    lease_s: float = 0.0
+    """What the sender makes of OPEN's; 0: that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +107,46 @@ class SessionSeal:
 
 @dataclass(frozen=True, slots=True)
 class SessionAck:
-    """ACK: what the receiver has verified; any ACK renews the lease."""
+    """ACK: how far the receiver is; any ACK renews the lease.
 
-    frames: int
-    wire_bytes: int
-    receive_bytes_per_s: float
+    What was sent on a lane among the first `lanes_opened` that is not in `lanes`, and is neither
+    verified nor held, is lost.
+    """
+
+    next_sequence: int = 0
+    """All KV frames below are verified and in place."""
+    verified: tuple[Range, ...] = ()
+    """Those beyond."""
+    held: tuple[Range, ...] = ()
+    """Received, not verified yet."""
+    missing: tuple[int, ...] = ()
+    """Came broken: to be sent again."""
+    credit_bytes: int = 0
+    """Bytes that may be under way: sent, headers included, and not verified."""
+    lanes: tuple[int, ...] = ()
+    lanes_opened: int = 0
+    receive_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionResume:
+    """RESUME: the control stream broke; the session goes on from here."""
+
+    link: bytes
+    ack: SessionAck
+
+
+@dataclass(frozen=True, slots=True)
+class SessionError:
+    """ERROR: why the session ends, and how many KV frames may still be under way."""
+
+    error: PrfaasError
+    frames: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneAttach:
+    """ATTACH: a stream becomes lane number `lane` of a link."""
+
+    link: bytes
+    lane: int

@@ -256,6 +256,14 @@ class AgentSettings(Section):
         10.0, gt=0, description="Idle time after which the link is probed."
     )
     codec_threads: int = Field(1, ge=1, description="Threads that decode.")
+    codecs: tuple[Literal["planes-zstd", "raw"], ...] = Field(
+        ("planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
+    )
+    window_bytes: int = Field(
+        64 << 20,
+        ge=1 << 20,
+        description="KV under way to this agent, or received and not decoded; sessions share it.",
+    )
     verify_import: bool = Field(False, description="Read every import back and compare digests.")
     hold_until_sealed: bool = Field(
         False, description="Baseline for benchmarks: no layer pipelining."
@@ -282,6 +290,14 @@ class PrefillSettings(Section):
         1 << 30, gt=0, description="Encoded KV kept until it is acknowledged."
     )
     codec_threads: int = Field(1, ge=1, description="Threads that encode.")
+    codecs: tuple[Literal["planes-zstd", "raw"], ...] = Field(
+        ("planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
+    )
+    congestion: str = Field(
+        "bbr",
+        description="TCP congestion control of connections to this agent, where the kernel has it; "
+        "empty: the system's.",
+    )
     zstd_level: int = Field(1, ge=1, le=19, description="Level of the lossless codec.")
     authorised: tuple[AuthorisedClient, ...] = Field(
         (), description="Clients that may open sessions; needed with TLS, where nobody else may."

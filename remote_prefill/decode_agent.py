@@ -29,6 +29,7 @@ from prfaas_connect.port.messages import (
     Stats,
 )
 from remote_prefill.admission import Admission, Admitter
+from remote_prefill.credit import CreditPool
 from remote_prefill.exports import ExportHub
 from remote_prefill.fetch import RETRY_AFTER_S, FetchContext, FetchJob
 from remote_prefill.link_options import LinkOptions, LocalEngine
@@ -84,12 +85,19 @@ class DecodeAgent:
         self.limits = settings.limits
         self.clock = clock
         self.metrics = AgentMetrics()
-        self.codecs = default_codecs()
+        self.codecs = default_codecs().only(mine.codecs)
         self.draining = False
         self.side: EngineSide | None = None
         self._executor = ThreadPoolExecutor(mine.codec_threads, "codec")
         options = LinkOptions(
-            mine, self.limits, self.codecs, self._executor, self.metrics, clock, tls
+            mine,
+            self.limits,
+            self.codecs,
+            self._executor,
+            self.metrics,
+            clock,
+            CreditPool(mine.window_bytes),
+            tls,
         )
         self.pool = PeerPool(mine.peers, options)
         self.feed = WatchFeed(mine.name, self.limits, self.pool.links)

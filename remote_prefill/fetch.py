@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prfaas.clock import Clock, Deadline
-from prfaas.errors import InvalidRequest, PrefillTimeout, PrfaasError
+from prfaas.errors import InvalidRequest, PrefillTimeout, PrfaasError, SessionLost
 from prfaas.kvport import EngineConn, PortClosed
 from prfaas.limits import Limits
 from prfaas.placement import StagingMap
@@ -27,6 +27,8 @@ from remote_prefill.tally import Tally, reason_of
 log = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1.0
+LOST_RETRIES = 2
+"""So often an instance that has lost the session is tried again."""
 DIGEST_BYTES = 16
 
 
@@ -86,6 +88,7 @@ class FetchJob:
         self._extent: StagingExtent | None = None
         self._map: StagingMap | None = None
         self._session = new_session_id()
+        self._epoch = 0
         self._status = ""
         self._reason = ""
         self._task: asyncio.Task[None] | None = None
@@ -163,7 +166,12 @@ class FetchJob:
         for link in self._links:
             if deadline.expired():
                 break
-            error = await self._try(link, self._extent, deadline)
+            for _ in range(1 + LOST_RETRIES):
+                error = await self._try(link, self._extent, deadline)
+                if not isinstance(error, SessionLost) or deadline.expired():
+                    break
+                # Its agent has restarted: what it computed is in the engine's prefix cache.
+                await link.wait_ready(deadline.capped(limits.connect_timeout_s))
             if error is None:
                 return None
             self._reason = reason_of(error)
@@ -173,7 +181,9 @@ class FetchJob:
         self, link: PeerLink, extent: StagingExtent, deadline: Deadline
     ) -> PrfaasError | None:
         """What is missing from one instance; its error, with whole chunks kept."""
-        self._tally.tried.append(link.name)
+        self._epoch += 1
+        if link.name not in self._tally.tried[-1:]:
+            self._tally.tried.append(link.name)
         receivers: list[Receiver] = []
         result = "complete"
         try:
@@ -204,7 +214,7 @@ class FetchJob:
             await link.fetch(
                 request,
                 session=self._session,
-                epoch=len(self._tally.tried),
+                epoch=self._epoch,
                 staging=self._map,
                 target=extent,
                 deadline=deadline,

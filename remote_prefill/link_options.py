@@ -13,6 +13,7 @@ from prfaas.limits import Limits
 from prfaas.placement import StagingMap
 from prfaas.settings import AgentSettings
 from prfaas.tls_files import TlsFiles
+from remote_prefill.credit import CreditPool
 from remote_prefill.exports import ExportHub
 from remote_prefill.metrics import AgentMetrics
 
@@ -37,5 +38,6 @@ class LinkOptions:
     executor: Executor
     metrics: AgentMetrics
     clock: Clock
+    credit: CreditPool
     tls: TlsFiles | None = None
     """Shown to every instance; None: plain text, on loopback only."""

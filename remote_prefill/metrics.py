@@ -41,6 +41,16 @@ class PrefillMetrics:
             ("client", "tenant"),
             registry=registry,
         )
+        self.resent_bytes = Counter(
+            "prfaas_prefill_resent_bytes",
+            "KV bytes sent again after a lane broke or a frame came broken.",
+            registry=registry,
+        )
+        self.resumes = Counter(
+            "prfaas_prefill_resumes",
+            "Sessions that went on over another control stream.",
+            registry=registry,
+        )
         self.certificate_end = Gauge(
             "prfaas_prefill_certificate_end_seconds",
             "Unix time at which its certificate ends; 0: no TLS.",
@@ -122,8 +132,27 @@ class AgentMetrics:
         )
         self.dropped_frames = Counter(
             "prfaas_agent_dropped_frames",
-            "Frames dropped because they were late or duplicate.",
+            "Frames dropped because they were late or duplicate, or fetched again because they "
+            "came broken.",
             ("why",),
+            registry=registry,
+        )
+        self.wasted_bytes = Counter(
+            "prfaas_agent_wasted_bytes",
+            "KV bytes received in vain: late, duplicate or broken.",
+            ("peer", "instance"),
+            registry=registry,
+        )
+        self.resumes = Counter(
+            "prfaas_agent_resumes",
+            "Sessions whose control stream was opened anew.",
+            ("peer", "instance"),
+            registry=registry,
+        )
+        self.lanes_opened = Counter(
+            "prfaas_agent_lanes_opened",
+            "Lanes opened, reopened ones included.",
+            ("peer", "instance"),
             registry=registry,
         )
         self.imports = Counter(

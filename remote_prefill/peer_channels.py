@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -18,9 +18,10 @@ from prfaas.rpc import convert
 from prfaas.rpc.status import error_of
 from prfaas.rpc.v1 import prefill_pb2 as pb
 from prfaas.session_messages import Handshake
+from remote_prefill.lanes import LaneBook, LaneEvents, LaneSet
 from remote_prefill.link_meter import LinkMeter
-from remote_prefill.receiver import Stream
-from remote_prefill.transport import SERVICE, TRANSFER, open_channel
+from remote_prefill.streams import ClientStream
+from remote_prefill.transport import SERVICE, SESSION, open_channel
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,9 @@ class ChannelSet:
         self.version = endpoint.version()
         self.control = open_channel(endpoint)
         self.data = [open_channel(endpoint) for _ in range(count)]
-        self.loads = [0] * count
+        self.lanes: LaneSet | None = None
+        self.streams = 0
+        """Control streams that are open."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -57,26 +60,45 @@ class ChannelSet:
         except TimeoutError:
             raise PeerUnavailable(f"{name}: no connection in time") from None
 
-    @contextlib.contextmanager
-    def stream(self) -> Iterator[Stream]:
-        """A Transfer stream on the data channel with the fewest."""
-        index = self.loads.index(min(self.loads))
-        self.loads[index] += 1
+    def session_stream(self) -> ClientStream:
+        """A control stream; `cancel` gives it back."""
+        self.streams += 1
         self._idle.clear()
-        try:
-            yield self.data[index].stream_stream(TRANSFER)()
-        finally:
-            self.loads[index] -= 1
-            if not any(self.loads):
-                self._idle.set()
+        return _CountedStream(self.control.stream_stream(SESSION)(), self._ended)
+
+    def _ended(self) -> None:
+        self.streams -= 1
+        if not self.streams:
+            self._idle.set()
 
     async def close(self, grace_s: float | None = None) -> None:
+        if self.lanes is not None:
+            await self.lanes.close()
         await asyncio.gather(*(each.close(grace_s) for each in (self.control, *self.data)))
 
     async def retire(self, grace_s: float) -> None:
         """Close once no stream is open; `grace_s` is for control RPCs under way."""
+        if self.lanes is not None:
+            await self.lanes.drain()
         await self._idle.wait()
         await self.close(grace_s)
+
+
+class _CountedStream:
+    """A stream whose `cancel` is told once."""
+
+    def __init__(self, call: ClientStream, ended: Callable[[], None]) -> None:
+        self._call = call
+        self._ended: Callable[[], None] | None = ended
+        self.read = call.read
+        self.write = call.write
+        self.done_writing = call.done_writing
+
+    def cancel(self) -> bool:
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended()
+        return self._call.cancel()
 
 
 class PeerChannels:
@@ -87,22 +109,61 @@ class PeerChannels:
     """
 
     def __init__(
-        self, name: str, endpoint: Endpoint, count: int, limits: Limits, clock: Clock
+        self,
+        name: str,
+        endpoint: Endpoint,
+        count: int,
+        limits: Limits,
+        clock: Clock,
+        events: LaneEvents,
     ) -> None:
         self.name = name
+        self.book = LaneBook()
+        self._events = events
+        self._token = b""
         self._endpoint = endpoint
         self._count = count
         self._limits = limits
         self._clock = clock
         self._set = ChannelSet(endpoint, count)
         self._retiring: set[asyncio.Task[None]] = set()
+        self._silent = False
+        """The control connection is open and does not answer."""
         self._unusable = ""
         """Version of certificates with which there was no connection, so that it is told once."""
 
     @property
-    def loads(self) -> tuple[int, ...]:
-        """Open streams of each data channel."""
-        return tuple(self._set.loads)
+    def streams(self) -> int:
+        """Control streams that are open."""
+        return self._set.streams
+
+    @property
+    def token(self) -> bytes:
+        """Of the link whose lanes are open; empty before the first."""
+        return self._token
+
+    async def attach(self, token: bytes) -> None:
+        """Have lanes of this link open on every data channel, at least one of them at once.
+
+        Raises PeerUnavailable.
+        """
+        lanes = self._set.lanes
+        if lanes is None or token != self._token:
+            self._token = token
+            if lanes is not None:
+                await lanes.close()
+            lanes = self._set.lanes = self._lanes(self._set)
+        await lanes.up()
+
+    def _lanes(self, channels: ChannelSet) -> LaneSet:
+        return LaneSet(
+            self.name,
+            channels.data,
+            self._token,
+            self.book,
+            self._events,
+            self._limits.connect_timeout_s,
+        )
 
     async def close(self) -> None:
         for task in self._retiring:
@@ -112,7 +173,9 @@ class PeerChannels:
 
     async def connect(self) -> None:
         """Have every connection up, with the certificates of now. Raises PeerUnavailable."""
-        if self._endpoint.version() != self._set.version:
+        if self._silent:
+            self._reset()
+        elif self._endpoint.version() != self._set.version:
             self._replace(ChannelSet(self._endpoint, self._count))
         await self._set.connect(self.name, self._limits.connect_timeout_s)
 
@@ -127,6 +190,9 @@ class PeerChannels:
         fresh = ChannelSet(self._endpoint, self._count)
         try:
             await fresh.connect(self.name, self._limits.connect_timeout_s)
+            if self._token:
+                fresh.lanes = self._lanes(fresh)
+                await fresh.lanes.up()
         except BaseException as exc:
             await fresh.close()
             if not isinstance(exc, PeerUnavailable):
@@ -138,9 +204,34 @@ class PeerChannels:
         self._replace(fresh)
         log.info("%s: connected anew with the certificates %s", self.name, version[:8])
 
+    async def check(self, meter: LinkMeter) -> None:
+        """Where a connection does not answer, although it is open, open all of them anew: what a
+        middle box has swallowed of a connection leaves it waiting for bytes that never come.
+
+        Sessions go on over the new ones. Raises PeerUnavailable where control does not answer.
+        """
+        answers = await asyncio.gather(
+            *(self._ping(channel, 0) for channel in self._set.data), return_exceptions=True
+        )
+        if any(isinstance(answer, BaseException) for answer in answers):
+            log.warning("%s: a data channel does not answer; connecting anew", self.name)
+            self._reset()
+        await self.ping(meter)
+
+    def _reset(self) -> None:
+        """Other channels, the old ones closed at once."""
+        self._silent = False
+        old, self._set = self._set, ChannelSet(self._endpoint, self._count)
+        if self._token:
+            self._set.lanes = self._lanes(self._set)
+        self._later(old.close())
+
     def _replace(self, fresh: ChannelSet) -> None:
         old, self._set = self._set, fresh
-        task = asyncio.create_task(old.retire(self._limits.control_timeout_s))
+        self._later(old.retire(self._limits.control_timeout_s))
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
 
@@ -177,19 +268,22 @@ class PeerChannels:
             (start_s, before), (end_s, total) = arrivals[half], arrivals[-1]
             meter.burst(total, total - before, end_s - start_s)
 
-    async def cancel(self, session: int) -> None:
-        """End a session whose stream may be broken; the lease ends it where this fails."""
+    async def cancel(self, session: int) -> bool:
+        """End a session whose stream may be broken; whether P has heard."""
         cancel = self._set.control.unary_unary(
             f"/{SERVICE}/Cancel", pb.CancelRequest.SerializeToString, pb.CancelReply.FromString
         )
-        with contextlib.suppress(grpc.RpcError):
+        try:
             await cancel(
                 pb.CancelRequest(sessions=[session]), timeout=self._limits.control_timeout_s
             )
+            return True
+        except grpc.RpcError:
+            return False
 
-    def stream(self) -> contextlib.AbstractContextManager[Stream]:
-        """A Transfer stream on the data channel with the fewest."""
-        return self._set.stream()
+    def session_stream(self) -> ClientStream:
+        """A stream on the control channel; `cancel` gives it back."""
+        return self._set.session_stream()
 
     async def _ping(
         self, channel: grpc.aio.Channel, nbytes: int
@@ -213,6 +307,7 @@ class PeerChannels:
             error = error_of(exc, peer=self.name, phase="ping")
             # A link that answers nothing in time is as good as down.
             if isinstance(error, PrefillTimeout):
+                self._silent = self._silent or channel is self._set.control
                 error = PeerUnavailable(f"{self.name}: no answer to a ping")
             raise error from exc
         finally:

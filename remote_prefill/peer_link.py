@@ -8,22 +8,23 @@ import enum
 import logging
 import random
 import secrets
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 from prfaas.clock import Deadline
 from prfaas.dialling import checked_endpoint
-from prfaas.errors import EngineUnavailable, PeerUnavailable, PrfaasError
+from prfaas.errors import EngineUnavailable, PeerUnavailable, PrefillTimeout, PrfaasError
 from prfaas.placement import StagingMap
 from prfaas.session_messages import Handshake, SessionOpen
-from prfaas.sessions import ReceiveSession
 from prfaas.settings import AgentPeer, InstanceAddress
 from prfaas.telemetry import LinkInfo
 from remote_prefill.identity import handshake_of
+from remote_prefill.lanes import LaneEvents
 from remote_prefill.link_meter import LinkMeter
 from remote_prefill.link_options import LinkOptions, LocalEngine
 from remote_prefill.numeric_probe import compare, probe_map, probe_tokens
 from remote_prefill.peer_channels import PeerChannels
+from remote_prefill.peer_sessions import PeerSessions
 from remote_prefill.receiver import OwnMemory, Receiver, Target
 
 log = logging.getLogger(__name__)
@@ -59,25 +60,39 @@ class PeerLink:
         self.detail = NO_ENGINE
         self.remote: Handshake | None = None
         self.meter = LinkMeter(options.clock)
-        self._sessions: set[ReceiveSession] = set()
         self._link_class = peer.link_class
         self._options = options
         endpoint = checked_endpoint(
             instance.address, options.tls, instance.tls_name, f"agent.peers {self.name}"
         )
         self._channels = PeerChannels(
-            self.name, endpoint, peer.channels, options.limits, options.clock
+            self.name,
+            endpoint,
+            peer.channels,
+            options.limits,
+            options.clock,
+            LaneEvents(
+                frames=lambda frames, nbytes: self.sessions.on_frames(frames, nbytes),
+                lost=lambda: self.sessions.on_lane_lost(),
+                refused=self.suspect,
+                opened=options.metrics.lanes_opened.labels(peer.name, instance.name).inc,
+            ),
         )
+        self.sessions = PeerSessions(peer.name, instance.name, self._channels, self.meter, options)
+        self._link_lost = False
+        """The other side has forgotten the link: shake hands anew."""
+        self._silent = False
+        """A transfer had stopped: look whether every channel answers."""
+        self._ready = asyncio.Event()
         self._local: LocalEngine | None = None
         self._changed = asyncio.Event()
         self._random = random.Random()
-        self._background: set[asyncio.Task[None]] = set()
         self._task = asyncio.create_task(self._run(), name=f"link {self.name}")
 
     def __repr__(self) -> str:
         rate = self.meter.goodput_bytes_per_s * 8 / 1e6
         return (
-            f"<Peer {self.name} {self.state.name} sessions={len(self._sessions)} "
+            f"<Peer {self.name} {self.state.name} sessions={len(self.sessions)} "
             f"goodput={rate:.1f}Mb/s rtt={self.meter.rtt_s * 1e3:.1f}ms>"
         )
 
@@ -87,14 +102,15 @@ class PeerLink:
 
     @property
     def open_streams(self) -> int:
-        return sum(self._channels.loads)
+        """Control streams, those of sessions that have ended included."""
+        return self._channels.streams + self.sessions.closing
 
     def info(self) -> LinkInfo:
         """As the Watch feed shows it; ages are those of this moment."""
         meter = self.meter
         remaining = sum(
             s.ledger.layout.session_bytes(s.ledger.start, s.ledger.end) - s.ledger.raw_bytes
-            for s in self._sessions
+            for s in self.sessions
         )
         return LinkInfo(
             peer=self.peer,
@@ -107,16 +123,15 @@ class PeerLink:
             in_flight_bytes=int(remaining / meter.wire_ratio),
             wire_ratio=meter.wire_ratio,
             age_s=meter.age_s,
-            sessions=len(self._sessions),
+            sessions=len(self.sessions),
             goodput_age_s=meter.goodput_age_s,
         )
 
     async def close(self) -> None:
         """End pairing and every channel; sessions must have ended before."""
         self._task.cancel()
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(self._task, *self._background, return_exceptions=True)
+        await asyncio.gather(self._task, return_exceptions=True)
+        await self.sessions.close()
         await self._channels.close()
 
     def set_local(self, local: LocalEngine | None) -> None:
@@ -130,8 +145,18 @@ class PeerLink:
 
     def suspect(self, error: PrfaasError) -> None:
         """A session failed in a way that may mean that the instance is gone or has changed."""
-        if isinstance(error, PeerUnavailable | EngineUnavailable):
+        if isinstance(error, PrefillTimeout) and error.phase == "progress":
+            self._silent = True
             self._changed.set()
+        if isinstance(error, PeerUnavailable | EngineUnavailable):
+            self._link_lost = self._link_lost or error.field == "link"
+            self._changed.set()
+
+    async def wait_ready(self, limit_s: float) -> None:
+        """Until the pair is ready, for so long at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._ready.wait()
 
     def require_ready(self) -> Handshake:
         """The other side's handshake. Raises PeerUnavailable with what is in the way."""
@@ -155,12 +180,13 @@ class PeerLink:
         Raises PrfaasError; what came by then is in the receiver's ledger.
         """
         remote = self.require_ready()
-        await self._receive(
+        await self.sessions.receive(
             request,
             remote,
             session=session,
             epoch=epoch,
-            staging=staging,
+            layout=staging.layout,
+            sink=staging,
             target=target,
             deadline=deadline,
             watch=watch,
@@ -202,9 +228,12 @@ class PeerLink:
         if self.state is not PeerState.DOWN:
             self._set(PeerState.PAIRING, "pairing")
         await self._channels.connect()
+        mine = replace(mine, link=self._channels.token)
         remote = await self._channels.handshake(mine)
+        self._link_lost = False
         mine.fingerprint.require_compatible(remote.fingerprint)
         options.codecs.negotiate(remote.codecs)
+        await self._channels.attach(remote.link)
         for _ in range(PAIRING_PINGS):
             await self._channels.ping(self.meter)
         worst = await self._numeric_probe(local, remote)
@@ -236,12 +265,13 @@ class PeerLink:
             lease_s=options.limits.lease_s,
             engine_epoch=remote.engine_epoch,
         )
-        await self._receive(
+        await self.sessions.receive(
             request,
             remote,
             session=new_session_id(),
             epoch=1,
-            staging=theirs,
+            layout=theirs.layout,
+            sink=theirs,
             target=OwnMemory(),
             deadline=Deadline.after(request.deadline_s, options.clock),
             watch=lambda receiver: None,
@@ -257,13 +287,18 @@ class PeerLink:
                 async with asyncio.timeout(interval_s):
                     await self._changed.wait()
             self._changed.clear()
+            if self._link_lost:
+                raise PeerUnavailable(f"{self.name}: it has restarted")
+            if self._silent:
+                self._silent = False
+                await self._channels.check(meter)
             await self._channels.renew()
             epoch = await self._channels.ping(meter)
             if self.remote is None or epoch != self.remote.engine_epoch:
                 what = "has restarted" if epoch else "is gone"
                 raise EngineUnavailable(f"{self.name}: its engine {what}")
-            idle = not self._sessions and meter.goodput_age_s > options.settings.probe_interval_s
-            if idle and options.settings.probe_bytes:
+            quiet = meter.goodput_age_s > options.settings.probe_interval_s
+            if quiet and not len(self.sessions) and options.settings.probe_bytes:
                 await self._channels.burst(options.settings.probe_bytes, meter)
 
     def _failed(self, error: PrfaasError) -> None:
@@ -282,72 +317,11 @@ class PeerLink:
 
     def _set(self, state: PeerState, detail: str) -> None:
         self.state, self.detail = state, detail
-        if state is not PeerState.READY:
+        if state is PeerState.READY:
+            self._ready.set()
+        else:
+            self._ready.clear()
             self.remote = None
-
-    # --- sessions ---
-
-    async def _receive(
-        self,
-        request: SessionOpen,
-        remote: Handshake,
-        *,
-        session: int,
-        epoch: int,
-        staging: StagingMap,
-        target: Target,
-        deadline: Deadline,
-        watch: Callable[[Receiver], None],
-    ) -> None:
-        options = self._options
-        machine = ReceiveSession(
-            session=session,
-            epoch=epoch,
-            request=request,
-            layout=staging.layout,
-            codecs=options.codecs,
-            chunk_tokens=remote.chunk_tokens,
-        )
-        with self._counted(machine), self._channels.stream() as stream:
-            receiver = Receiver(
-                machine,
-                stream,
-                peer=self.name,
-                staging=staging,
-                target=target,
-                codecs=options.codecs,
-                executor=options.executor,
-                meter=self.meter,
-                limits=options.limits,
-                deadline=deadline,
-                clock=options.clock,
-            )
-            watch(receiver)
-            try:
-                await receiver.run()
-            except PeerUnavailable:
-                self._spawn(self._channels.cancel(session))
-                raise
-
-    @contextlib.contextmanager
-    def _counted(self, machine: ReceiveSession) -> Iterator[None]:
-        metrics = self._options.metrics
-        labels = (self.peer, self.instance)
-        self._sessions.add(machine)
-        try:
-            yield
-        finally:
-            self._sessions.discard(machine)
-            self.meter.session(machine.ledger.raw_bytes, machine.wire_bytes)
-            metrics.raw_bytes.labels(*labels).inc(machine.ledger.raw_bytes)
-            metrics.wire_bytes.labels(*labels).inc(machine.wire_bytes)
-            metrics.dropped_frames.labels("late").inc(machine.late)
-            metrics.dropped_frames.labels("duplicate").inc(machine.duplicates)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
 
 
 def new_session_id() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,15 +18,15 @@ from prfaas.errors import (
     InvalidRequest,
     Overloaded,
     PeerUnavailable,
-    PrfaasError,
+    SessionLost,
     UnknownModel,
 )
 from prfaas.frames import Frame
 from prfaas.kvport import EngineConn
 from prfaas.limits import Limits
 from prfaas.rpc import convert
+from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import Handshake, SessionOpen
-from prfaas.sessions import SendSession, SendState
 from prfaas.settings import PrefillSettings
 from prfaas_connect.port.messages import (
     Abort,
@@ -45,8 +45,10 @@ from remote_prefill.identity import handshake_of
 from remote_prefill.metrics import PrefillMetrics
 from remote_prefill.mirror import EngineMirror
 from remote_prefill.numeric_probe import is_probe
-from remote_prefill.retention import RetentionPool, Ticket
-from remote_prefill.sender import Sender, SenderOptions, Write
+from remote_prefill.retention import RetentionPool
+from remote_prefill.sender import Sender, SenderOptions
+from remote_prefill.served_link import LinkTable
+from remote_prefill.served_session import ServedSession
 from remote_prefill.watch import WatchFeed
 
 log = logging.getLogger(__name__)
@@ -55,33 +57,6 @@ RETRY_AFTER_S = 1.0
 STOP_TIMEOUT_S = 2.0
 STATS_TO_SHOW = 2
 SUPPORTED_QUALITY = ("exact",)
-
-
-@dataclass(slots=True)
-class ServedSession:
-    """One session from its admission to its end; its handler runs it until `stopped` is set."""
-
-    machine: SendSession
-    client: Client
-    ticket: Ticket
-    hub: ExportHub
-    lease_s: float
-    opened_s: float
-    heard_s: float
-    """Monotonic times of OPEN and of the last frame from the other side."""
-    stopped: asyncio.Event = field(default_factory=asyncio.Event)
-    stop_error: PrfaasError | None = None
-    stats_since_start: int = 0
-
-    @property
-    def waits(self) -> bool:
-        """For retention: the engine does not know of it."""
-        return not self.ticket.granted.is_set()
-
-    def stop(self, error: PrfaasError) -> None:
-        """Have the handler end the session with `error`."""
-        self.stop_error = error
-        self.stopped.set()
 
 
 class PrefillAgent:
@@ -98,9 +73,10 @@ class PrefillAgent:
         self.clock = clock
         self.metrics = PrefillMetrics()
         self.feed = WatchFeed(f"{settings.peer}/{settings.instance}", limits)
-        self.codecs = default_codecs(settings.zstd_level)
+        self.codecs = default_codecs(settings.zstd_level).only(settings.codecs)
         self.draining = False
         self.access = Access(settings, limits)
+        self.links = LinkTable(clock)
         self.sessions: dict[tuple[str, int], ServedSession] = {}
         """By the client's identity and its number, so that nobody meets another's session."""
         self.retention = RetentionPool(settings.retention_bytes, limits.prefill_queue_sessions)
@@ -111,6 +87,7 @@ class PrefillAgent:
             free_retention=lambda: self.retention.free_bytes,
             queued=self._queued,
         )
+        self._tasks: set[asyncio.Task[None]] = set()
         self._conn: EngineConn | None = None
         self._hub: ExportHub | None = None
         self._idle = asyncio.Event()
@@ -187,7 +164,9 @@ class PrefillAgent:
         return conn, hub
 
     def handshake(self, theirs: Handshake, client: Client) -> Handshake:
-        """Our side. Raises IncompatibleLayout naming the field, Forbidden, EngineUnavailable."""
+        """Our side, with the link to use. Raises IncompatibleLayout naming the field, Forbidden,
+        EngineUnavailable, Overloaded.
+        """
         conn, _ = self.require_engine()
         client.require_model(conn.hello.model)
         mine = handshake_of(
@@ -195,12 +174,13 @@ class PrefillAgent:
         )
         mine.fingerprint.require_compatible(theirs.fingerprint)
         self.codecs.negotiate(theirs.codecs)
-        return mine
+        link = self.links.open(client.identity, theirs.name, theirs.link)
+        return replace(mine, link=link.token)
 
     # --- sessions ---
 
     def admit(self, frame: Frame, client: Client) -> ServedSession:
-        """Check OPEN and reserve retention, or join its queue; `end` when the session has ended.
+        """Check OPEN, reserve retention or join its queue, and start; the session ends by itself.
 
         Raises what the other side has to be told. Nothing is kept of a refused session.
         """
@@ -209,6 +189,7 @@ class PrefillAgent:
         client.require_model(conn.hello.model)
         if not is_probe(request, conn.hello):
             client.require_tenant(request.tenant)
+        link = self.links.find(request.link, client.identity)
         key = (client.identity, frame.session)
         if key in self.sessions:
             raise InvalidRequest(f"session {frame.session:x} is open already", param="session")
@@ -233,31 +214,58 @@ class PrefillAgent:
         )
         nbytes = conn.layout.session_bytes(request.send_from, request.token_count)
         ticket = self.retention.request(nbytes, retry_after_s=RETRY_AFTER_S)
-        lease_s = min(request.lease_s, self.limits.lease_s)
-        now = self.clock.now()
-        served = ServedSession(machine, client, ticket, hub, lease_s, now, now)
+        served = ServedSession(
+            machine,
+            client,
+            ticket,
+            hub,
+            link,
+            lease_s=min(request.lease_s, self.limits.lease_s),
+            limit_s=min(request.deadline_s, self.limits.transfer_timeout_s),
+            clock=self.clock,
+        )
         self.sessions[key] = served
+        task = asyncio.create_task(self._serve(served), name=f"session {frame.session:x}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         self._publish()
         return served
 
-    def sender(self, served: ServedSession, write: Write) -> Sender:
-        """What runs an admitted session over a transport."""
-        return Sender(
-            served.machine,
+    def resume(self, frame: Frame, client: Client) -> ServedSession:
+        """The session that RESUME goes on with. Raises SessionLost."""
+        resume = convert.resume_from_bytes(frame.payload)
+        link = self.links.find(resume.link, client.identity)
+        served = self.sessions.get((client.identity, frame.session))
+        if served is None or served.link is not link or served.machine.epoch != frame.epoch:
+            raise SessionLost(f"session {frame.session:x} is not open here")
+        served.heard(frame)
+        served.resumes += 1
+        self.metrics.resumes.inc()
+        return served
+
+    async def _serve(self, served: ServedSession) -> None:
+        machine = served.machine
+        sender = Sender(
+            machine,
             ticket=served.ticket,
             hub=served.hub,
-            codec=self.codecs.negotiate(served.machine.request.codecs),
+            codec=self.codecs.negotiate(machine.request.codecs),
             executor=self._executor,
-            write=write,
-            options=SenderOptions(min(1.0, self.limits.progress_timeout_s / 3), self.clock),
+            tell=served.tell,
+            ready=served.link.wake,
+            options=SenderOptions(
+                min(1.0, self.limits.progress_timeout_s / 3), served.lease_s, self.clock
+            ),
         )
+        reason = "cancelled"
+        try:
+            reason = await served.run(sender)
+        finally:
+            self._end(served, reason)
 
-    def end(self, served: ServedSession, reason: str) -> None:
-        """Free what a session holds and count how it ended (`reason`: error kind or empty)."""
-        machine = served.machine
-        machine.cancel()
-        served.ticket.release()
-        client = served.client
+    def _end(self, served: ServedSession, reason: str) -> None:
+        """Count how a session has ended (`reason`: error kind or empty)."""
+        machine, client = served.machine, served.client
         self.sessions.pop((client.identity, machine.session), None)
         self.feed.leave(machine.request.transfer_id)
         owner = (client.identity, client.counted_tenant(machine.request.tenant))
@@ -265,10 +273,12 @@ class PrefillAgent:
         self.metrics.client_wire_bytes.labels(*owner).inc(machine.wire_bytes)
         self.metrics.sessions.labels(machine.state.value, reason).inc()
         self.metrics.wire_bytes.inc(machine.wire_bytes)
-        if machine.state is SendState.SEALED:
+        self.metrics.resent_bytes.inc(machine.resent_bytes)
+        if machine.state is SendState.COMPLETE:
             self.metrics.raw_bytes.inc(machine.ledger.raw_bytes)
         self.metrics.session_seconds.observe(self.clock.now() - served.opened_s)
         self._publish()
+        log.info("session ended %r reason=%s", machine, reason or "none")
 
     def cancel(self, session: int, client: Client) -> bool:
         """End a session of this client by number; False where it has none of it."""
@@ -291,7 +301,7 @@ class PrefillAgent:
 
     async def stop_sessions(self) -> None:
         """End all sessions with an error that sends their other side elsewhere."""
-        for served in self.sessions.values():
+        for served in list(self.sessions.values()):
             served.stop(PeerUnavailable(f"{self.feed.agent} is shutting down"))
         try:
             await asyncio.wait_for(self.wait_idle(), STOP_TIMEOUT_S)
@@ -299,7 +309,10 @@ class PrefillAgent:
             log.warning("%d sessions did not stop in time", len(self.sessions))
 
     async def close(self) -> None:
-        """End the codec threads, once the handlers have ended."""
+        """End sessions that are still there, and the codec threads."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._executor.shutdown)
 

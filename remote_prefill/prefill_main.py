@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 
 STAGING_BYTES = 4096
 """A prefill engine imports nothing, but KvPort always hands over two segments."""
-SPARE_RPCS = 64
-"""Calls beside sessions: watchers, pings, health checks."""
+SPARE_RPCS = 256
+"""Calls beside sessions: lanes, watchers, pings, health checks."""
 
 
 class PrefillServer:
@@ -82,6 +82,7 @@ class PrefillServer:
         `grace_s` or until `force`, then end everything else. Also after a failed start.
         """
         await self.agent.stop_sessions()
+        self.agent.links.close_lanes()
         await self._health.stop()
         self.agent.feed.close()
         await stop_grpc(self._server, grace_s, force or asyncio.Event())

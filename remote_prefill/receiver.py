@@ -1,12 +1,13 @@
-"""One session at D: open a stream, take frames, decode into place, judge the seal."""
+"""One session at D: its control stream, opened anew where it breaks, decoding, ACKs, deadlines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from concurrent.futures import Executor
+import contextlib
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import grpc
@@ -14,29 +15,28 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.clock import Clock, Deadline
-from prfaas.codecs import CodecSet
+from prfaas.codecs import RAW, CodecSet
 from prfaas.errors import Cancelled, CorruptKv, PeerUnavailable, PrefillTimeout, PrfaasError
-from prfaas.frames import FrameType, parse_all
-from prfaas.ledger import piece_digest
+from prfaas.frames import Frame, FrameType, parse_all
+from prfaas.interfaces import KvSink
+from prfaas.layout import KvLayout
+from prfaas.ledger import digest_of_crc, piece_digest
 from prfaas.limits import Limits
-from prfaas.placement import StagingMap
-from prfaas.rpc.status import error_of
-from prfaas.sessions import Arrival, ReceiveSession, ReceiveState
+from prfaas.receive_session import Arrival, ReceiveSession, ReceiveState
+from remote_prefill.credit import CreditPool
+from remote_prefill.lanes import LaneBook
 from remote_prefill.link_meter import LinkMeter
+from remote_prefill.streams import ClientStream, stream_error
 
-DECODE_QUEUE_MESSAGES = 8
-"""Messages received and not yet decoded; then reading stops and HTTP/2 holds the sender back."""
 ACK_S = 1.0
-
-
-class Stream(Protocol):
-    """What we use of a gRPC stream call."""
-
-    async def write(self, message: bytes) -> None: ...
-
-    async def read(self) -> object: ...
-
-    def cancel(self) -> bool: ...
+ACK_BUSY_S = 0.05
+"""After bytes were verified, the sender hears of it within this."""
+ACK_CREDIT_SHARE = 0.125
+"""Earlier where so much of the credit is verified."""
+RESUME_TRIES = 5
+RESUME_FIRST_S = 0.05
+LAST_FRAMES_S = 1.0
+"""Silence after the sender's error, then frames still under way are given up."""
 
 
 class Target(Protocol):
@@ -70,45 +70,63 @@ class ReceiverTimes:
     ended_s: float = 0.0
 
 
-class Receiver:
-    """Drives one ReceiveSession over one stream. `run` ends the stream however it ends.
+@dataclass(frozen=True, slots=True)
+class ReceiverContext:
+    """What all sessions at one instance share."""
 
-    Borrows executor, meter and target; after `run` no thread writes into the target any more but
-    under a pin.
+    peer: str
+    layout: KvLayout
+    codecs: CodecSet
+    executor: Executor
+    meter: LinkMeter
+    limits: Limits
+    clock: Clock
+    lanes: LaneBook
+    credit: CreditPool
+    open_stream: Callable[[], ClientStream]
+    """A control stream; its `cancel` is called in the end."""
+
+
+class Receiver:
+    """Drives one ReceiveSession. `run` ends its streams however it ends.
+
+    Whoever owns the lanes gives KV frames to `on_frames`. After `run` no thread writes into the
+    target any more but under a pin.
     """
 
     def __init__(
         self,
         machine: ReceiveSession,
-        stream: Stream,
+        context: ReceiverContext,
         *,
-        peer: str,
-        staging: StagingMap,
+        sink: KvSink,
         target: Target,
-        codecs: CodecSet,
-        executor: Executor,
-        meter: LinkMeter,
-        limits: Limits,
         deadline: Deadline,
-        clock: Clock,
     ) -> None:
         self.machine = machine
         self.times = ReceiverTimes()
-        self._stream = stream
-        self._peer = peer
-        self._staging = staging
+        self.resumes = 0
+        self._context = context
+        self._sink = sink
         self._target = target
-        self._codecs = codecs
-        self._executor = executor
-        self._meter = meter
-        self._limits = limits
         self._deadline = deadline
-        self._clock = clock
-        self._arrivals: asyncio.Queue[list[Arrival] | None] = asyncio.Queue()
-        self._slots = asyncio.Semaphore(DECODE_QUEUE_MESSAGES)
+        self._stream: ClientStream | None = None
+        self._decoding = 0
+        self._error: PrfaasError | None = None
+        self._changed = asyncio.Event()
+        self._ack_due = asyncio.Event()
         self._timeline: list[tuple[float, int]] = []
         """(time, wire bytes so far) of every message."""
         self._phase_start_s = 0.0
+        self._answered = False
+        self._closing = False
+        self._begun = asyncio.Event()
+        """OPEN or RESUME was written on the stream."""
+        self._told = False
+        """The last control frame was written."""
+        self._closed = False
+        """The other side has closed the stream in order."""
+        self._tasks: list[asyncio.Future[None]] = []
 
     @property
     def hidden_wire_bytes(self) -> int:
@@ -116,7 +134,7 @@ class Receiver:
         seal = self.machine.seal
         if seal is None:
             return 0
-        last_layer_s = self._meter.local_time(seal.report.last_layer_s)
+        last_layer_s = self._context.meter.local_time(seal.report.last_layer_s)
         if last_layer_s is None:
             return 0
         here = max((total for at, total in self._timeline if at <= last_layer_s), default=0)
@@ -128,17 +146,10 @@ class Receiver:
 
         Cancelled: the session is cancelled at the sender too, and nothing more is committed.
         """
-        self.times.opened_s = self._phase_start_s = self._clock.now()
-        tasks = [
-            asyncio.ensure_future(part)
-            for part in (self._read(), self._decode(), self._send_acks())
-        ]
-        reader, decoder, acks = tasks
+        self.times.opened_s = self._phase_start_s = self._context.clock.now()
+        self._tasks = [asyncio.ensure_future(part) for part in (self._control(), self._send_acks())]
         try:
-            # The decoder ends after the reader: what has arrived is decoded also after an error.
-            await asyncio.wait({decoder})
-            decoder.result()
-            reader.result()
+            await self._until_ended()
         except asyncio.CancelledError:
             self.machine.cancel()
             raise
@@ -146,99 +157,110 @@ class Receiver:
             self.machine.fail()
             raise
         finally:
-            self.times.ended_s = self._clock.now()
-            self._stream.cancel()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(reader, decoder, acks, return_exceptions=True)
+            self.times.ended_s = self._context.clock.now()
+            self._closing = True
+            self._ack_due.set()
 
-    async def _read(self) -> None:
+    async def farewell(self) -> bool:
+        """After `run`: have P hear how it ended, and close the stream; whether P did hear."""
+        limit_s = self._context.limits.control_timeout_s
         try:
-            await self._open()
-            while not self.machine.ended and self.machine.state is not ReceiveState.SEALED:
-                await self._slots.acquire()
-                if not self._take(await self._next_message()):
-                    self._slots.release()
-        except grpc.RpcError as exc:
-            raise error_of(exc, peer=self._peer, phase=self._phase) from exc
+            _, pending = await asyncio.wait(self._tasks, timeout=limit_s)
+            return self._told and self._closed and not pending
         finally:
-            self._arrivals.put_nowait(None)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            if self._stream is not None:
+                self._stream.cancel()
 
-    async def _open(self) -> None:
-        message = self.machine.open().serialize()
-        try:
-            async with asyncio.timeout(self._deadline.capped(self._limits.connect_timeout_s)):
-                await self._stream.write(message)
-        except TimeoutError:
-            raise self._timed_out() from None
-        except asyncio.InvalidStateError:
-            return  # it has failed already; reading tells why
+    # --- KV ---
 
-    async def _next_message(self) -> bytes:
-        left = self._phase_start_s + self._phase_limit_s() - self._clock.now()
-        try:
-            async with asyncio.timeout(self._deadline.capped(max(0.0, left))):
-                data = await self._stream.read()
-        except TimeoutError:
-            raise self._timed_out() from None
-        if not isinstance(data, bytes):
-            raise PeerUnavailable(f"{self._peer}: the stream ended before the seal")
-        return data
-
-    def _take(self, data: bytes) -> bool:
-        """One message: through the machine, its KV on to the decoder; False where it had none."""
-        now = self._clock.now()
+    def on_frames(self, frames: Sequence[Frame]) -> None:
+        """KV frames of this session that came on a lane, in one message."""
+        now = self._context.clock.now()
+        machine = self.machine
         arrivals: list[Arrival] = []
-        kv = False
         try:
-            for frame in parse_all(data):
-                kv = kv or frame.type is FrameType.KV
-                arrival = self.machine.receive(frame)
+            for frame in frames:
+                arrival = machine.receive(frame)
                 if arrival is not None:
                     arrivals.append(arrival)
-                if frame.type is FrameType.ACCEPT:
-                    self._accepted(now)
-        finally:
-            if kv:
-                self.times.first_frame_s = self.times.first_frame_s or now
-                self._phase_start_s = now
-            if arrivals:
-                self._timeline.append((now, self.machine.wire_bytes))
-                limited = all(a.app_limited for a in arrivals)
-                self._meter.message(len(data), app_limited=limited)
-                self._arrivals.put_nowait(arrivals)
-        return bool(arrivals)
+        except PrfaasError as exc:
+            self._failed(exc)
+        if arrivals:
+            if not self.times.started_s and machine.state is ReceiveState.RECEIVING:
+                self._accepted(now)  # a lane was faster than the stream that carries ACCEPT
+            if not self.times.first_frame_s:
+                self.times.first_frame_s = now
+                self._changed.set()  # another deadline from here on
+            self._phase_start_s = now
+            self._timeline.append((now, machine.wire_bytes))
+            self._decode(arrivals)
 
-    def _accepted(self, now: float) -> None:
-        self._phase_start_s = now
-        self.times.accepted_s = self.times.accepted_s or now
-        if self.machine.state is ReceiveState.RECEIVING:
-            self.times.started_s = now
+    def lane_lost(self) -> None:
+        """A lane has ended: have the sender send again what was on it."""
+        self._ack_due.set()
 
-    async def _decode(self) -> None:
-        """Decode messages in the order they came, one at a time; sessions share the threads."""
-        unpin = self._target.unpin
-        unpin_soon = partial(asyncio.get_running_loop().call_soon_threadsafe, unpin)
-        while (arrivals := await self._arrivals.get()) is not None:
-            if not self._target.pin():
-                raise Cancelled("the memory to decode into was given up")
-            future = self._executor.submit(_decode_all, arrivals, self._staging, self._codecs)
-            future.add_done_callback(lambda _: unpin_soon())
-            digests = await asyncio.wrap_future(future)
-            self._slots.release()
-            for arrival, digest in zip(arrivals, digests, strict=True):
-                self.machine.decoded(arrival, digest)
+    def _decode(self, arrivals: list[Arrival]) -> None:
+        if not self._target.pin():
+            self._failed(Cancelled("the memory to decode into was given up"))
+            return
+        context = self._context
+        self._decoding += 1
+        loop = asyncio.get_running_loop()
+        future = context.executor.submit(
+            _decode_all, arrivals, context.layout, self._sink, context.codecs
+        )
+        future.add_done_callback(
+            lambda done: loop.call_soon_threadsafe(self._decoded, arrivals, done)
+        )
 
-    async def _send_acks(self) -> None:
-        """Renew the lease and report. Ends with the stream; the reader tells why."""
-        interval_s = min(ACK_S, self.machine.request.lease_s / 3)
+    def _decoded(self, arrivals: list[Arrival], future: Future[list[bytes | CorruptKv]]) -> None:
+        self._target.unpin()
+        self._decoding -= 1
+        machine = self.machine
+        try:
+            if not future.cancelled():
+                was_acked = machine.unacked_bytes == 0
+                for arrival, result in zip(arrivals, future.result(), strict=True):
+                    if isinstance(result, bytes):
+                        machine.decoded(arrival, result)
+                    else:
+                        machine.broken(arrival, result)
+                if was_acked and machine.unacked_bytes:
+                    asyncio.get_running_loop().call_later(ACK_BUSY_S, self._ack_due.set)
+                share = ACK_CREDIT_SHARE * machine.credit_bytes
+                if machine.has_missing or machine.unacked_bytes >= share:
+                    self._ack_due.set()
+        except PrfaasError as exc:
+            self._failed(exc)
+        if machine.ended or self._error is not None:
+            self._changed.set()
+
+    def _failed(self, error: PrfaasError) -> None:
+        self._error = self._error or error
+        self._changed.set()
+
+    # --- the end, and deadlines ---
+
+    async def _until_ended(self) -> None:
+        machine = self.machine
         while True:
-            await asyncio.sleep(interval_s)
-            ack = self.machine.ack(self._meter.goodput_bytes_per_s)
-            try:
-                await self._stream.write(ack.serialize())
-            except (grpc.RpcError, asyncio.InvalidStateError):
+            if self._error is not None and not self._decoding:
+                raise self._error
+            if machine.state is ReceiveState.COMPLETE:
                 return
+            limit_s = LAST_FRAMES_S if machine.failure is not None else self._phase_limit_s()
+            left_s = self._phase_start_s + limit_s - self._context.clock.now()
+            if left_s <= 0 or self._deadline.expired():
+                raise machine.failure or self._timed_out()
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(self._deadline.capped(left_s)):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
 
     @property
     def _phase(self) -> str:
@@ -249,7 +271,7 @@ class Receiver:
         return "progress" if self.times.first_frame_s else "first_frame"
 
     def _phase_limit_s(self) -> float:
-        limits = self._limits
+        limits = self._context.limits
         return {
             "connect": limits.connect_timeout_s,
             "queue": limits.progress_timeout_s,
@@ -259,24 +281,135 @@ class Receiver:
 
     def _timed_out(self) -> PrefillTimeout:
         phase = "total" if self._deadline.expired() else self._phase
-        return PrefillTimeout(f"{self._peer}: silent in phase {phase}", phase=phase)
+        return PrefillTimeout(f"{self._context.peer}: silent in phase {phase}", phase=phase)
 
+    # --- control ---
 
-def _decode_all(arrivals: Sequence[Arrival], staging: StagingMap, codecs: CodecSet) -> list[bytes]:
-    """In a codec thread: decode into place; digests of the raw bytes. Raises CorruptKv."""
-    digests: list[bytes] = []
-    for arrival in arrivals:
-        piece = arrival.piece
-        item_bytes = staging.layout.groups[piece.group].item_bytes
-        codec = codecs.by_id(arrival.codec)
-        place = staging.in_place(piece)
-        raw: npt.NDArray[np.uint8]
-        raw = np.empty(arrival.raw_bytes, dtype=np.uint8) if place is None else place
+    async def _control(self) -> None:
+        """Talk over one stream after another while the session can go on."""
+        context, machine = self._context, self.machine
+        frame = machine.open()
+        tries = 0
+        while not self._closing:
+            self._answered = False
+            try:
+                await self._converse(frame)
+            except PrfaasError as exc:
+                if self._closing:
+                    return
+                tries = 1 if self._answered else tries + 1
+                heard = self.times.accepted_s > 0
+                if not heard or exc.kind != PeerUnavailable.kind or tries > RESUME_TRIES:
+                    self._failed(exc)
+                    return
+            pause_s = RESUME_FIRST_S * 2 ** (tries - 1)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            self.resumes += 1
+            frame = machine.resume(context.lanes.open, context.lanes.opened)
+
+    async def _converse(self, frame: Frame) -> None:
+        """One stream to its end. Raises PrfaasError."""
+        peer = self._context.peer
+        stream, old = self._context.open_stream(), self._stream
+        self._stream = stream
+        self._closed = False
+        self._begun.clear()
+        if old is not None:
+            old.cancel()
         try:
-            codec.decode_into(memoryview(arrival.payload), raw, item_bytes)
-        except CorruptKv as exc:
-            raise CorruptKv(f"{piece}: {exc.message}") from exc
-        digests.append(piece_digest(raw.data))
-        if place is None:
-            staging.scatter(piece, raw)
-    return digests
+            await stream.write(frame.serialize())
+            self._begun.set()
+            while isinstance(data := await stream.read(), bytes):
+                self._answered = True
+                for each in parse_all(data):
+                    self._on_control(each)
+            self._closed = True
+        except grpc.RpcError as exc:
+            raise stream_error(exc, peer=peer, phase=self._phase) from exc
+        finally:
+            self._begun.set()
+        raise PeerUnavailable(f"{peer}: the stream ended before the session")
+
+    def _on_control(self, frame: Frame) -> None:
+        now = self._context.clock.now()
+        self.machine.receive(frame)
+        if frame.type is FrameType.ACCEPT:
+            self._accepted(now)
+        elif frame.type is FrameType.ERROR:
+            self._phase_start_s = now
+        self._changed.set()
+
+    def _accepted(self, now: float) -> None:
+        self.times.accepted_s = self.times.accepted_s or now
+        if self.times.started_s:
+            return
+        self._phase_start_s = now
+        self._ack_due.set()  # the lease may be shorter than was asked for
+        if self.machine.state is not ReceiveState.QUEUED:
+            self.times.started_s = now
+
+    async def _send_acks(self) -> None:
+        """Renew the lease, report what came and what is missing, grant credit; in the end tell how
+        it ended.
+
+        gRPC cancels a call whose reader or writer is cancelled, so this ends by itself.
+        """
+        context, machine = self._context, self.machine
+        lanes = context.lanes
+        while not self._closing:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(ACK_S, machine.lease_s / 3)):
+                    await self._ack_due.wait()
+            self._ack_due.clear()
+            if self.times.accepted_s and not self._closing:
+                machine.grant(context.credit.share(context.layout))
+                rate = context.meter.goodput_bytes_per_s
+                # What a broken stream does not carry, RESUME will say again.
+                await self._write(machine.ack(rate, lanes.open, lanes.opened))
+        complete = machine.state is ReceiveState.COMPLETE
+        last = machine.ack(0.0, lanes.open, lanes.opened) if complete else machine.cancel()
+        self._told = await self._write(last, last=True)
+
+    async def _write(self, frame: Frame, *, last: bool = False) -> bool:
+        stream = self._stream
+        if stream is None:
+            return False
+        await self._begun.wait()
+        try:
+            await stream.write(frame.serialize())
+            if last:
+                await stream.done_writing()
+            return True
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return False
+
+
+def _decode_all(
+    arrivals: Sequence[Arrival], layout: KvLayout, sink: KvSink, codecs: CodecSet
+) -> list[bytes | CorruptKv]:
+    """In a codec thread: check and decode into place; digests of the raw bytes, or what is wrong
+    with a frame.
+    """
+    return [_decode(arrival, layout, sink, codecs) for arrival in arrivals]
+
+
+def _decode(
+    arrival: Arrival, layout: KvLayout, sink: KvSink, codecs: CodecSet
+) -> bytes | CorruptKv:
+    piece, frame = arrival.piece, arrival.frame
+    if not frame.intact:
+        return CorruptKv(f"{frame}: payload crc mismatch")
+    codec = codecs.by_id(frame.codec)
+    place = sink.in_place(piece)
+    raw: npt.NDArray[np.uint8]
+    raw = np.empty(frame.raw_bytes, dtype=np.uint8) if place is None else place
+    try:
+        item_bytes = layout.groups[piece.group].item_bytes
+        codec.decode_into(memoryview(frame.payload), raw, item_bytes)
+    except CorruptKv as exc:
+        return CorruptKv(f"{piece}: {exc.message}")
+    if place is None:
+        sink.scatter(piece, raw)
+    if frame.codec == RAW.id and frame.payload_crc is not None:
+        return digest_of_crc(frame.payload_crc)
+    return piece_digest(raw)

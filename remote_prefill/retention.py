@@ -25,6 +25,10 @@ class Ticket:
         """0 once granted, else the place in the queue, from 1."""
         return self._pool.position(self)
 
+    def shrink(self, nbytes: int) -> None:
+        """No more than so many bytes are needed from now on; only once granted."""
+        self._pool.shrink(self, nbytes)
+
     def release(self) -> None:
         """Give back the bytes, or leave the queue. Idempotent."""
         self._pool.release(self)
@@ -74,12 +78,21 @@ class RetentionPool:
     def position(self, ticket: Ticket) -> int:
         return 0 if ticket in self._held else self._waiting.index(ticket) + 1
 
+    def shrink(self, ticket: Ticket, nbytes: int) -> None:
+        if ticket in self._held and nbytes < ticket.nbytes:
+            self.used_bytes -= ticket.nbytes - nbytes
+            ticket.nbytes = nbytes
+            self._serve()
+
     def release(self, ticket: Ticket) -> None:
         if ticket in self._held:
             self._held.remove(ticket)
             self.used_bytes -= ticket.nbytes
         elif ticket in self._waiting:
             self._waiting.remove(ticket)
+        self._serve()
+
+    def _serve(self) -> None:
         while self._waiting and self.used_bytes + self._waiting[0].nbytes <= self.capacity:
             self._grant(self._waiting.popleft())
 

@@ -1,9 +1,9 @@
-"""One session at P: from admission to the seal, over any transport that takes bytes."""
+"""One session's work at P, from its turn to the seal; what it encodes leaves by lanes."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
@@ -11,26 +11,16 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.clock import Clock
-from prfaas.codecs import Codec, encode
+from prfaas.codecs import RAW, Codec, encode
 from prfaas.errors import BY_KIND, EngineUnavailable, PrfaasError, ProtocolError, from_kind
-from prfaas.frames import FrameFlag
-from prfaas.ledger import Piece, piece_digest
+from prfaas.frames import Frame, FrameFlag, crc32c
+from prfaas.ledger import Piece, digest_of_crc, piece_digest
 from prfaas.placement import token_rows
+from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import PrefillReport
-from prfaas.sessions import SendSession
 from prfaas_connect.port.messages import PrefillEnd
 from remote_prefill.exports import Export, ExportHub, RecordView
-from remote_prefill.outbox import (
-    FIRST_MESSAGE_BYTES,
-    FIRST_MESSAGES,
-    MESSAGE_BYTES,
-    Batch,
-    Encoded,
-    Outbox,
-)
 from remote_prefill.retention import Ticket
-
-Write = Callable[[bytes], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +29,24 @@ class SenderOptions:
 
     queue_heartbeat_s: float
     """How often a queued session hears its position."""
+    lease_s: float
     clock: Clock
 
 
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A piece as it will go on the wire."""
+
+    piece: Piece
+    raw_bytes: int
+    digest: bytes
+    codec: int
+    payload: bytes
+    payload_crc: int
+
+
 class Sender:
-    """Runs one admitted session: prefill at the engine, encode, send, seal.
+    """Runs one admitted session: its turn, prefill at the engine, encoding, seal.
 
     Borrows the ticket, hub and executor; `run` leaves nothing behind however it ends.
     """
@@ -56,7 +59,8 @@ class Sender:
         hub: ExportHub,
         codec: Codec,
         executor: Executor,
-        write: Write,
+        tell: Callable[[Frame], None],
+        ready: Callable[[], None],
         options: SenderOptions,
     ) -> None:
         self.session = session
@@ -64,12 +68,12 @@ class Sender:
         self._hub = hub
         self._codec = codec
         self._executor = executor
-        self._write = write
+        self._tell = tell
+        self._ready = ready
         self._options = options
-        self._outbox = Outbox()
         self._encoding: set[Future[Encoded]] = set()
-        self._cut_bytes = 0
-        self._sent_wire_bytes = 0
+        self._encoded = asyncio.Event()
+        self._error: Exception | None = None
         self._last_layer_s = 0.0
         self._sent_before_last_layer = 0
 
@@ -84,20 +88,18 @@ class Sender:
             salt=request.salt,
             use_cache=request.use_cache,
         )
-        collector = asyncio.ensure_future(self._collect(export))
         try:
-            if request.hold_until_sealed:
-                await asyncio.wait({collector})
-            while (batch := await self._outbox.take()) is not None:
-                await self._send(batch)
-            end = await collector
-            await self._write(self.session.seal(self._report(end)).serialize())
+            end = await self._collect(export)
+            while self._encoding:
+                self._encoded.clear()
+                await self._encoded.wait()
+            self._check()
+            self._tell(self.session.seal(self._report(end)))
+            self._ready()
         finally:
-            collector.cancel()
             for future in self._encoding:
                 future.cancel()
             export.cancel()
-            await asyncio.gather(collector, return_exceptions=True)
 
     async def _wait_for_turn(self) -> None:
         """ACCEPT with the place in the queue, again and again, until it is 0."""
@@ -106,8 +108,9 @@ class Sender:
         try:
             while True:
                 position = self._ticket.position
-                accept = self.session.accept(position, self._ticket.nbytes)
-                await self._write(accept.serialize())
+                self._tell(
+                    self.session.accept(position, self._ticket.nbytes, self._options.lease_s)
+                )
                 if position == 0:
                     return
                 await asyncio.wait(
@@ -122,77 +125,77 @@ class Sender:
                 wait.cancel()
 
     async def _collect(self, export: Export) -> PrefillEnd:
-        """Take the engine's records as they come; an error goes to `run` through the outbox."""
+        """Take the engine's records as they come."""
         records = 0
-        try:
-            while True:
-                event = await export.next()
-                if isinstance(event, PrefillEnd):
-                    if event.status != "done":
-                        raise _engine_error(event)
-                    if event.records != records:
-                        raise ProtocolError(
-                            f"the engine counts {event.records} records, {records} came"
-                        )
-                    self._outbox.end()
-                    return event
-                records += 1
-                self._last_layer_s = self._options.clock.now()
-                self._sent_before_last_layer = self._sent_wire_bytes
-                self._encode(event)
-        except PrfaasError as exc:
-            self._outbox.fail(exc)
-            raise
-        except Exception as exc:
-            self._outbox.fail(PrfaasError(f"cannot encode what the engine exported: {exc!r}"))
-            raise
+        while True:
+            event = await export.next()
+            self._check()
+            if isinstance(event, PrefillEnd):
+                if event.status != "done":
+                    raise _engine_error(event)
+                if event.records != records:
+                    raise ProtocolError(
+                        f"the engine counts {event.records} records, {records} came"
+                    )
+                return event
+            records += 1
+            self._last_layer_s = self._options.clock.now()
+            self._sent_before_last_layer = self.session.handed_bytes
+            self._encode(event)
 
     def _encode(self, view: RecordView) -> None:
         """Start encoding a record, cut to what one message should hold."""
-        piece, nbytes = view.piece, view.record.nbytes
-        early = self._cut_bytes < FIRST_MESSAGES * FIRST_MESSAGE_BYTES
-        self._cut_bytes += nbytes
+        piece = view.piece
         try:
-            cuts = self.session.claim(
-                piece, nbytes, FIRST_MESSAGE_BYTES if early else MESSAGE_BYTES
-            )
+            cuts = self.session.claim(piece, view.record.nbytes)
         except PrfaasError:
             view.done()
             raise
         loop = asyncio.get_running_loop()
         item_bytes = self.session.ledger.layout.groups[piece.group].item_bytes
+        flags = FrameFlag.CACHED if view.record.cached else FrameFlag.NONE
         left = len(cuts)
 
         def encoded(future: Future[Encoded]) -> None:
             nonlocal left
-            self._encoding.discard(future)
             left -= 1
             if left == 0:
                 view.done()
+            self._encoding.discard(future)
+            self._encoded.set()
+            self._put(future, flags)
 
         for cut in cuts:
             future = self._executor.submit(
-                _encode_cut, self._codec, view.raw, piece, cut, item_bytes, view.record.cached
+                _encode_cut, self._codec, view.raw, piece, cut, item_bytes
             )
             self._encoding.add(future)
-            self._outbox.put(asyncio.wrap_future(future))
             future.add_done_callback(lambda f: loop.call_soon_threadsafe(encoded, f))
 
-    async def _send(self, batch: Batch) -> None:
-        flags = FrameFlag.APP_LIMITED if batch.app_limited else FrameFlag.NONE
-        frames = [
-            self.session.kv(
-                e.piece,
-                raw_bytes=e.raw_bytes,
-                digest=e.digest,
-                codec=e.codec,
-                payload=e.payload,
-                flags=flags | FrameFlag.CACHED if e.cached else flags,
-            )
-            for e in batch.pieces
-        ]
-        await self._write(b"".join([frame.serialize() for frame in frames]))
-        self._sent_wire_bytes = self.session.wire_bytes
+    def _put(self, future: Future[Encoded], flags: FrameFlag) -> None:
+        if future.cancelled() or self.session.state is not SendState.PREFILLING:
+            return
+        error = future.exception()
+        if isinstance(error, Exception):
+            self._error = self._error or error
+            return
+        each = future.result()
+        self.session.put(
+            each.piece,
+            raw_bytes=each.raw_bytes,
+            digest=each.digest,
+            codec=each.codec,
+            payload=each.payload,
+            payload_crc=each.payload_crc,
+            flags=flags,
+        )
+        self._ready()
+
+    def _check(self) -> None:
+        if isinstance(self._error, PrfaasError):
+            raise self._error
+        if self._error is not None:
+            raise PrfaasError(f"cannot encode what the engine exported: {self._error!r}")
 
     def _report(self, end: PrefillEnd) -> PrefillReport:
         return PrefillReport(
@@ -206,19 +209,16 @@ class Sender:
 
 
 def _encode_cut(
-    codec: Codec,
-    raw: npt.NDArray[np.uint8],
-    piece: Piece,
-    cut: Piece,
-    item_bytes: int,
-    cached: bool,
+    codec: Codec, raw: npt.NDArray[np.uint8], piece: Piece, cut: Piece, item_bytes: int
 ) -> Encoded:
     """In a codec thread: the tokens of `cut` out of the record `piece`."""
     start = cut.token_start - piece.token_start
     stop = cut.token_end - piece.token_start
     rows = token_rows(raw, piece.token_end - piece.token_start, start, stop)
     codec_id, payload = encode(codec, rows, item_bytes)
-    return Encoded(cut, rows.nbytes, piece_digest(rows.data), codec_id, payload, cached)
+    crc = crc32c(payload)
+    digest = digest_of_crc(crc) if codec_id == RAW.id else piece_digest(rows)
+    return Encoded(cut, rows.nbytes, digest, codec_id, payload, crc)
 
 
 def _engine_error(end: PrefillEnd) -> PrfaasError:

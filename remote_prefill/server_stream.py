@@ -1,4 +1,4 @@
-"""A Transfer stream as its handler at P sees it: the border where gRPC's exceptions end."""
+"""A stream of frames as its handler at P sees it: the border where gRPC's exceptions end."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping
-from typing import Literal, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import grpc
 import grpc.aio
@@ -16,8 +16,8 @@ from prfaas.frames import Frame, FrameType, parse_all
 from prfaas.rpc import convert
 from prfaas.rpc.status import status_of
 from prfaas.rpc.v1 import prefill_pb2 as pb
-from prfaas.sessions import SendState
-from remote_prefill.prefill_agent import PrefillAgent, ServedSession
+from remote_prefill.prefill_agent import PrefillAgent
+from remote_prefill.served_link import ServedLane, ServedLink
 from remote_prefill.server_stream import ServerStream
 from remote_prefill.transport import SERVICE
 
@@ -33,6 +33,8 @@ OPEN_TIMEOUT_S = 5.0
 
 class Context(Protocol):
     """What we use of gRPC's servicer context."""
+
+    def peer(self) -> str: ...
 
     def auth_context(self) -> Mapping[str, Iterable[bytes]]: ...
 
@@ -53,8 +55,8 @@ class PrefillService:
         self._padding = os.urandom(PING_CHUNK_BYTES)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """`Transfer` takes and gives bytes as they are; the rest is protobuf, parsed by us: gRPC
-        would answer bytes that are none with its own traceback.
+        """`Session` and `Data` take and give bytes as they are; the rest is protobuf, parsed by us:
+        gRPC would answer bytes that are none with its own traceback.
         """
         return grpc.method_handlers_generic_handler(
             SERVICE,
@@ -62,7 +64,8 @@ class PrefillService:
                 "Handshake": grpc.unary_unary_rpc_method_handler(
                     self.handshake, None, pb.HandshakeReply.SerializeToString
                 ),
-                "Transfer": grpc.stream_stream_rpc_method_handler(self.transfer),
+                "Session": grpc.stream_stream_rpc_method_handler(self.session),
+                "Data": grpc.stream_stream_rpc_method_handler(self.data),
                 "Cancel": grpc.unary_unary_rpc_method_handler(
                     self.cancel, None, pb.CancelReply.SerializeToString
                 ),
@@ -112,122 +115,91 @@ class PrefillService:
             engine_epoch=engine.hello.epoch if engine else "",
         )
 
-    async def transfer(self, _: AsyncIterator[bytes], context: Context) -> None:
-        """One session. Every failure is an ERROR frame, then the stream ends."""
+    async def session(self, _: AsyncIterator[bytes], context: Context) -> None:
+        """One control stream of one session. Every refusal is an ERROR frame."""
         stream = ServerStream(context)
+        opening = Frame(FrameType.ERROR, 0)
         try:
-            await self._run(stream, context)
+            try:
+                client = self._agent.access.client(context)
+                opening = await _first_frame(stream, FrameType.OPEN, FrameType.RESUME)
+                if opening.type is FrameType.OPEN:
+                    served = self._agent.admit(opening, client)
+                else:
+                    served = self._agent.resume(opening, client)
+            except Cancelled:
+                return
+            except PrfaasError as exc:
+                log.info("session refused s=%x kind=%s: %s", opening.session, exc.kind, exc)
+                self._agent.metrics.sessions.labels("refused", exc.kind).inc()
+                await self._refuse(opening, exc, stream)
+                return
+            await served.attend(stream)
         finally:
             await stream.close()
 
-    async def _run(self, stream: ServerStream, context: Context) -> None:
-        opening = Frame(FrameType.ERROR, 0)
+    async def data(self, _: AsyncIterator[bytes], context: Context) -> None:
+        """One lane, for as long as the other side keeps it."""
+        stream = ServerStream(context)
         try:
-            client = self._agent.access.client(context)
-            opening = await self._opening(stream)
-            served = self._agent.admit(opening, client)
-        except PrfaasError as exc:
-            await self._refuse(opening, exc, stream)
-            return
-        reason = "cancelled"
-        try:
-            reason = await self._serve(served, stream)
+            try:
+                client = self._agent.access.client(context)
+                opening = await _first_frame(stream, FrameType.ATTACH)
+                attach = convert.attach_from_bytes(opening.payload)
+                link = self._agent.links.find(attach.link, client.identity)
+                lane = link.attach(attach.lane, context.peer())
+            except Cancelled:
+                return
+            except PrfaasError as exc:
+                await self._refuse(Frame(FrameType.ERROR, 0), exc, stream)
+                return
+            closed = asyncio.ensure_future(_until_closed(lane, stream))
+            try:
+                await stream.write(opening.serialize())
+                await self._send(link, lane, stream)
+            except Cancelled:
+                log.info("lane %d of %s broke", lane.number, link.name)
+            finally:
+                link.detach(lane)
+                closed.cancel()
+                await asyncio.gather(closed, return_exceptions=True)
         finally:
-            if served.machine.state is SendState.SEALED:
-                reason = ""  # a stream that the receiver closes once it has the seal
-            self._agent.end(served, reason)
-            log.info("session ended %r reason=%s", served.machine, reason or "none")
+            await stream.close()
 
-    async def _opening(self, stream: ServerStream) -> Frame:
-        try:
-            data = await asyncio.wait_for(stream.read(), OPEN_TIMEOUT_S)
-        except TimeoutError:
-            raise PrefillTimeout("no OPEN frame came", phase="connect") from None
-        frames = list(parse_all(data))
-        if len(frames) != 1 or frames[0].type is not FrameType.OPEN:
-            raise ProtocolError("a stream begins with one OPEN frame")
-        return frames[0]
+    async def _send(self, link: ServedLink, lane: ServedLane, stream: ServerStream) -> None:
+        now = self._agent.clock.now
+        while (message := await link.next_message(lane)) is not None:
+            lane.writing_since_s = start_s = now()
+            await stream.write(message)
+            lane.writing_since_s = None
+            lane.blocked_s += now() - start_s
+            lane.sent_bytes += len(message)
 
     async def _refuse(self, opening: Frame, error: PrfaasError, stream: ServerStream) -> None:
-        log.info("session refused s=%x kind=%s: %s", opening.session, error.kind, error)
-        self._agent.metrics.sessions.labels("refused", error.kind).inc()
         payload = convert.error_to_bytes(error)
         frame = Frame(FrameType.ERROR, opening.session, opening.epoch, payload=payload)
-        await self._tell(frame, stream)
-
-    async def _serve(self, served: ServedSession, stream: ServerStream) -> str:
-        """Run the session beside what its other side says; the kind of its error, or empty."""
-        machine = served.machine
-        sender = asyncio.ensure_future(self._agent.sender(served, stream.write).run())
-        listener = asyncio.ensure_future(self._listen(served, stream))
-        stopped = asyncio.ensure_future(served.stopped.wait())
-        try:
-            await self._first_of(served, sender, listener, stopped)
-            return ""
-        except PrfaasError as exc:
-            error = exc
-        except Exception as exc:
-            log.exception("session failed %r", machine)
-            error = PrfaasError(f"internal error: {exc!r}")
-        finally:
-            for task in (sender, listener, stopped):
-                task.cancel()
-            await asyncio.gather(sender, listener, stopped, return_exceptions=True)
-        # A silent other side, or one that has left, takes no frame; its bytes are freed now.
-        if isinstance(error, Cancelled) or error.phase == "lease":
-            machine.cancel()
-        elif not machine.ended:
-            await self._tell(machine.fail(error), stream)
-        return error.kind
-
-    async def _first_of(
-        self,
-        served: ServedSession,
-        sender: asyncio.Task[None],
-        listener: asyncio.Task[NoReturn],
-        stopped: asyncio.Task[Literal[True]],
-    ) -> None:
-        """Return when the session is sealed. Raises what ended it otherwise."""
-        deadline_s = served.machine.request.deadline_s
-        limit_s = min(deadline_s, self._agent.limits.transfer_timeout_s)
-        done, _ = await asyncio.wait(
-            {sender, listener, stopped}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        if not done:
-            raise PrefillTimeout(f"not sealed within {limit_s:.1f} s", phase="total")
-        if sender in done:
-            sender.result()
-        elif served.stop_error is not None:
-            raise served.stop_error
-        else:
-            listener.result()
-
-    async def _tell(self, frame: Frame, stream: ServerStream) -> None:
         timeout_s = self._agent.limits.control_timeout_s
         try:
             await asyncio.wait_for(stream.write(frame.serialize()), timeout_s)
         except (TimeoutError, Cancelled):
             log.info("session %x: nobody takes its error", frame.session)
 
-    async def _listen(self, served: ServedSession, stream: ServerStream) -> NoReturn:
-        """Take ACK and CANCEL until an error: Cancelled, PrefillTimeout (lease), ProtocolError."""
-        clock = self._agent.clock
-        read = asyncio.ensure_future(stream.read())
-        try:
-            while True:
-                left = served.heard_s + served.lease_s - clock.now()
-                done, _ = await asyncio.wait({read}, timeout=max(0.0, left))
-                if not done:
-                    raise PrefillTimeout(
-                        f"the other side was silent for {served.lease_s:.1f} s", phase="lease"
-                    )
-                message = read.result()
-                served.heard_s = clock.now()
-                for frame in parse_all(message):
-                    served.machine.receive(frame)
-                if served.machine.state is SendState.CANCELLED:
-                    raise Cancelled("the other side has cancelled")
-                read = asyncio.ensure_future(stream.read())
-        finally:
-            read.cancel()
-            await asyncio.gather(read, return_exceptions=True)
+
+async def _first_frame(stream: ServerStream, *expected: FrameType) -> Frame:
+    names = " or ".join(kind.name for kind in expected)
+    try:
+        data = await asyncio.wait_for(stream.read(), OPEN_TIMEOUT_S)
+    except TimeoutError:
+        raise PrefillTimeout(f"no {names} frame came", phase="connect") from None
+    frames = list(parse_all(data))
+    if len(frames) != 1 or frames[0].type not in expected:
+        raise ProtocolError(f"such a stream begins with one {names} frame")
+    return frames[0]
+
+
+async def _until_closed(lane: ServedLane, stream: ServerStream) -> None:
+    """The other side says nothing on a lane; when it has closed its end, so do we."""
+    try:
+        await stream.read()
+    finally:
+        lane.close()

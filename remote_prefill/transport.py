@@ -38,7 +38,8 @@ _CONTROL_BYTES = 64 << 10
 _NEVER_MS = (1 << 31) - 1
 
 SERVICE = "prfaas.rpc.v1.Prefill"
-TRANSFER = f"/{SERVICE}/Transfer"
+SESSION = f"/{SERVICE}/Session"
+DATA = f"/{SERVICE}/Data"
 
 Options = list[tuple[str, int]]
 

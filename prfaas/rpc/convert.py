@@ -16,13 +16,17 @@ from prfaas.errors import BY_KIND, IncompatibleLayout, PrfaasError, ProtocolErro
 from prfaas.hashing import HASH_BYTES, BlockHash
 from prfaas.layout import Fingerprint, GroupKind, KvLayout, LayerGroup, LayoutError
 from prfaas.rpc.v1 import prefill_pb2 as pb
+from prfaas.sequences import MAX_RANGES, checked_ranges
 from prfaas.session_messages import (
     Feature,
     Handshake,
+    LaneAttach,
     PrefillReport,
     SessionAccept,
     SessionAck,
+    SessionError,
     SessionOpen,
+    SessionResume,
     SessionSeal,
 )
 from prfaas.snapshot import Outcome, PrefillCurve
@@ -75,7 +79,7 @@ def wire_kind(error: PrfaasError) -> str:
     return PrfaasError.kind
 
 
-def error_to_bytes(error: PrfaasError) -> bytes:
+def error_to_bytes(error: PrfaasError, frames: int = 0) -> bytes:
     """Payload of an ERROR frame, and detail of a gRPC status."""
     return _bytes(
         pb.ErrorDetail(
@@ -85,14 +89,20 @@ def error_to_bytes(error: PrfaasError) -> bytes:
             phase=error.phase,
             retry_after_s=error.retry_after_s,
             param=error.param,
+            frames=frames,
         )
     )
 
 
 def error_from_bytes(data: bytes | memoryview) -> PrfaasError:
     """The error that went in, as the same class."""
+    return session_error_from_bytes(data).error
+
+
+def session_error_from_bytes(data: bytes | memoryview) -> SessionError:
+    """Payload of an ERROR frame."""
     detail = parse(pb.ErrorDetail, data)
-    return from_kind(
+    error = from_kind(
         detail.kind,
         detail.message,
         param=detail.param if detail.HasField("param") else None,
@@ -100,6 +110,7 @@ def error_from_bytes(data: bytes | memoryview) -> PrfaasError:
         phase=detail.phase if detail.HasField("phase") else None,
         field=detail.field if detail.HasField("field") else None,
     )
+    return SessionError(error, detail.frames)
 
 
 # --- handshake ---
@@ -155,6 +166,7 @@ def handshake_request(value: Handshake) -> pb.HandshakeRequest:
         features=int(value.features),
         fingerprint=fingerprint_to_pb(value.fingerprint),
         codecs=value.codecs,
+        link=value.link,
     )
 
 
@@ -167,6 +179,7 @@ def handshake_from_request(message: pb.HandshakeRequest) -> Handshake:
         features=Feature(message.features),
         fingerprint=fingerprint_from_pb(message.fingerprint),
         codecs=tuple(message.codecs),
+        link=message.link,
     )
 
 
@@ -184,6 +197,7 @@ def handshake_reply(value: Handshake) -> pb.HandshakeReply:
         instance=value.instance,
         engine_epoch=value.engine_epoch,
         paced=value.paced,
+        link=value.link,
     )
 
 
@@ -201,6 +215,7 @@ def handshake_from_reply(message: pb.HandshakeReply) -> Handshake:
         instance=message.instance,
         engine_epoch=message.engine_epoch,
         paced=message.paced,
+        link=message.link,
     )
 
 
@@ -223,6 +238,8 @@ def open_to_bytes(value: SessionOpen) -> bytes:
             hold_until_sealed=value.hold_until_sealed,
             engine_epoch=value.engine_epoch,
             tenant=value.tenant,
+            link=value.link,
+            credit_bytes=value.credit_bytes,
         )
     )
 
@@ -243,6 +260,8 @@ def open_from_bytes(data: bytes | memoryview) -> SessionOpen:
         engine_epoch=message.engine_epoch,
         hold_until_sealed=message.hold_until_sealed,
         tenant=message.tenant,
+        link=message.link,
+        credit_bytes=message.credit_bytes,
     )
 
 
@@ -252,13 +271,16 @@ def accept_to_bytes(value: SessionAccept) -> bytes:
             chunk_tokens=value.chunk_tokens,
             queue_position=value.queue_position,
             retained_bytes=value.retained_bytes,
+            lease_s=value.lease_s,
         )
     )
 
 
 def accept_from_bytes(data: bytes | memoryview) -> SessionAccept:
     message = parse(pb.SessionAccept, data)
-    return SessionAccept(message.chunk_tokens, message.queue_position, message.retained_bytes)
+    return SessionAccept(
+        message.chunk_tokens, message.queue_position, message.retained_bytes, message.lease_s
+    )
 
 
 def seal_to_bytes(value: SessionSeal) -> bytes:
@@ -297,19 +319,58 @@ def seal_from_bytes(data: bytes | memoryview) -> SessionSeal:
     )
 
 
-def ack_to_bytes(value: SessionAck) -> bytes:
-    return _bytes(
-        pb.SessionAck(
-            frames=value.frames,
-            wire_bytes=value.wire_bytes,
-            receive_bytes_per_s=value.receive_bytes_per_s,
-        )
+def _ack_to_pb(value: SessionAck) -> pb.SessionAck:
+    return pb.SessionAck(
+        next_sequence=value.next_sequence,
+        verified=[n for pair in value.verified for n in pair],
+        held=[n for pair in value.held for n in pair],
+        missing=value.missing,
+        credit_bytes=value.credit_bytes,
+        lanes=value.lanes,
+        lanes_opened=value.lanes_opened,
+        receive_bytes_per_s=value.receive_bytes_per_s,
     )
 
 
+def _ack_from_pb(message: pb.SessionAck) -> SessionAck:
+    if len(message.missing) > MAX_RANGES or len(message.lanes) > MAX_RANGES:
+        raise ProtocolError("an ack that lists so much is not one of ours")
+    return SessionAck(
+        next_sequence=message.next_sequence,
+        verified=checked_ranges(message.verified),
+        held=checked_ranges(message.held),
+        missing=tuple(message.missing),
+        credit_bytes=message.credit_bytes,
+        lanes=tuple(message.lanes),
+        lanes_opened=message.lanes_opened,
+        receive_bytes_per_s=message.receive_bytes_per_s,
+    )
+
+
+def ack_to_bytes(value: SessionAck) -> bytes:
+    return _bytes(_ack_to_pb(value))
+
+
 def ack_from_bytes(data: bytes | memoryview) -> SessionAck:
-    message = parse(pb.SessionAck, data)
-    return SessionAck(message.frames, message.wire_bytes, message.receive_bytes_per_s)
+    return _ack_from_pb(parse(pb.SessionAck, data))
+
+
+def resume_to_bytes(value: SessionResume) -> bytes:
+    return _bytes(pb.SessionResume(link=value.link, ack=_ack_to_pb(value.ack)))
+
+
+def resume_from_bytes(data: bytes | memoryview) -> SessionResume:
+    message = parse(pb.SessionResume, data)
+    return SessionResume(message.link, _ack_from_pb(message.ack))
+
+
+def attach_to_bytes(value: LaneAttach) -> bytes:
+    return _bytes(pb.LaneAttach(link=value.link, lane=value.lane))
+
+
+def attach_from_bytes(data: bytes | memoryview) -> LaneAttach:
+    message = parse(pb.LaneAttach, data)
+    return LaneAttach(message.link, message.lane)
 
 
 # --- Watch ---

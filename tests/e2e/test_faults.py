@@ -30,7 +30,6 @@ def kept_whole_chunks(outcome: dict[str, Any]) -> bool:
 
 Bend = Callable[[RunningStack, bool], object]
 BENDS: dict[str, Bend] = {
-    "cut": lambda stack, on: on and stack.bend(lambda link: link.drop_connections()),
     "stalled": lambda stack, on: stack.bend(lambda link: link.stall(on)),
     "blackholed": lambda stack, on: stack.bend(lambda link: link.blackhole(on)),
     "p-agent stopped": lambda stack, on: stack.signal(
@@ -49,7 +48,8 @@ def test_whole_chunks_are_kept_when_the_transfer_breaks(slow: RunningStack, faul
     prompt = make_prompt(MANY_TOKENS if fault.startswith("p-") else TOKENS, fault)
     with Asker(slow) as asker:
         asking = asker.start(prompt)
-        asker.wait_moving(150_000)
+        # Lanes share the line: a chunk is whole when each has sent its part of it.
+        asker.wait_moving(150_000 if fault.startswith("p-") else 500_000)
         began = time.monotonic()
         BENDS[fault](slow, True)
         try:
@@ -58,14 +58,32 @@ def test_whole_chunks_are_kept_when_the_transfer_breaks(slow: RunningStack, faul
         finally:
             BENDS[fault](slow, False)
         outcome = record["outcome"]
-        assert outcome["status"] == "partial"
+        assert (outcome["status"], outcome["reason"]) == ("partial", "prefill_timeout_progress")
         assert kept_whole_chunks(outcome), outcome
-        if fault == "cut":
-            assert outcome["reason"] == "peer_unavailable"
-        else:
-            assert outcome["reason"] == "prefill_timeout_progress"
         assert took_s < PROGRESS_S + 6.0
         is_recovered(slow, asker, fault)
+
+
+def test_a_transfer_that_is_cut_goes_on_and_little_is_sent_twice(slow: RunningStack) -> None:
+    """All connections are reset in the middle: lanes and control come back, the answer is exact."""
+    prompt = make_prompt(TOKENS, "cut")
+    counters = (
+        'prfaas_agent_wasted_bytes_total{instance="p-0",peer="p"}',
+        'prfaas_agent_resumes_total{instance="p-0",peer="p"}',
+    )
+    with Asker(slow) as asker:
+        before = [slow.metrics("d-agent").get(name, 0.0) for name in counters]
+        asking = asker.start(prompt)
+        asker.wait_moving(150_000)
+        slow.bend(lambda link: link.drop_connections())
+        outcome = asker.check(prompt, asking.result(30))["outcome"]
+        assert (outcome["status"], outcome["reason"]) == ("staged", "")
+        wasted, resumes = (
+            slow.metrics("d-agent")[name] - old for name, old in zip(counters, before, strict=True)
+        )
+        assert resumes >= 1
+        assert wasted < 0.05 * outcome["wire_bytes"]
+        is_recovered(slow, asker, "cut")
 
 
 @pytest.mark.parametrize("victim", ["p-agent", "p-engine"])
@@ -108,23 +126,24 @@ def test_a_peer_that_is_refused_or_gone_is_not_asked_and_is_counted(slow: Runnin
 
 
 def test_flipped_bits_on_the_wire_are_found_and_never_seen(slow: RunningStack) -> None:
-    """A bit in a frame is CorruptKv; one in HTTP/2's own bytes, or in another stream, breaks that
-    connection. Whatever is hit, the answer is exact."""
-    reasons: list[str] = []
+    """A frame with a wrong bit is fetched again; one in HTTP/2's own bytes, or in another stream,
+    breaks that connection. Whatever is hit, the transfer goes on and the answer is exact."""
+    name = 'prfaas_agent_dropped_frames_total{why="corrupt"}'
+    found = slow.metrics("d-agent").get(name, 0.0)
     with Asker(slow) as asker:
-        while "corrupt_kv" not in reasons and len(reasons) < 8:
-            prompt = make_prompt(TOKENS, f"flip/{len(reasons)}")
+        for turn in range(8):
+            prompt = make_prompt(TOKENS, f"flip/{turn}")
             asking = asker.start(prompt)
             asker.wait_moving(100_000)
             slow.bend(lambda link: link.corrupt_down(1))
             outcome = asker.check(prompt, asking.result(30))["outcome"]
             assert outcome is None or outcome["status"] in ("staged", "partial", "local")
-            reasons.append(outcome["reason"] if outcome is not None else "")
+            if outcome is not None and outcome["status"] != "staged":
+                assert outcome["reason"] in {"peer_unavailable", "protocol_error"}
             is_recovered(slow, asker, prompt)
-        assert "corrupt_kv" in reasons
-        assert set(reasons) <= {"corrupt_kv", "peer_unavailable", "protocol_error", ""}, reasons
-        tries = slow.metrics("d-agent")
-        assert tries['prfaas_agent_tries_total{instance="p-0",peer="p",result="corrupt_kv"}'] >= 1
+            if slow.metrics("d-agent").get(name, 0.0) > found:
+                return
+    raise AssertionError("no flipped bit was found in a frame")
 
 
 def test_the_fallback_budget_keeps_a_dead_peers_load_off_d(slow: RunningStack) -> None:

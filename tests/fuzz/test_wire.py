@@ -16,10 +16,19 @@ from prfaas.errors import CorruptKv, IncompatibleLayout, PrfaasError, ProtocolEr
 from prfaas.frames import HEADER_BYTES, Frame, FrameType, parse_all
 from prfaas.layout import Fingerprint, GroupKind, KvLayout, LayerGroup
 from prfaas.ledger import piece_digest
+from prfaas.receive_session import ReceiveSession, ReceiveState
 from prfaas.rpc import convert
 from prfaas.rpc.v1 import prefill_pb2 as pb
-from prfaas.session_messages import Feature, Handshake, PrefillReport, SessionAck, SessionOpen
-from prfaas.sessions import ReceiveSession, ReceiveState, SendSession
+from prfaas.send_session import SendSession
+from prfaas.session_messages import (
+    Feature,
+    Handshake,
+    LaneAttach,
+    PrefillReport,
+    SessionAck,
+    SessionOpen,
+    SessionResume,
+)
 from prfaas.testing.fuzz import fuzz, mutate_bytes
 from prfaas.testing.kv_pieces import split_pieces
 
@@ -29,8 +38,11 @@ SESSION = 0xABCDEF
 REQUEST = SessionOpen(
     transfer_id="t", model="m", tokens=bytes(4 * TOKENS), send_from=0, salt="s", use_cache=True,
     quality="exact", codecs=("planes-zstd", "raw"), deadline_s=5.0, lease_s=5.0,
-    engine_epoch="e",
+    engine_epoch="e", link=b"l", credit_bytes=1 << 20,
 )  # fmt: skip
+
+
+ACK = SessionAck(1, ((2, 4), (7, 8)), ((5, 6),), (4,), 9000, (0, 1), 2, 3.0)
 
 
 def recorded_session() -> list[Frame]:
@@ -44,13 +56,11 @@ def recorded_session() -> list[Frame]:
         nbytes = machine.ledger.piece_bytes(piece)
         raw = np.frombuffer(rng.randbytes(8) * (nbytes // 8) + bytes(nbytes % 8), dtype=np.uint8)
         codec, payload = encode(rng.choice((RAW, PlanesZstdCodec())), raw, 2)
-        for cut in machine.claim(piece, nbytes, nbytes):
-            frames.append(
-                machine.kv(
-                    cut, raw_bytes=nbytes, digest=piece_digest(raw.data), codec=codec,
-                    payload=payload,
-                )
-            )  # fmt: skip
+        for cut in machine.claim(piece, nbytes):
+            machine.put(
+                cut, raw_bytes=nbytes, digest=piece_digest(raw), codec=codec, payload=payload
+            )
+            frames += machine.take(0, app_limited=False)
     return [*frames, machine.seal(PrefillReport(1, 10, 0.1, 0.2, 5.0, 7))]
 
 
@@ -67,7 +77,7 @@ def reseal(data: bytes) -> bytes:
     if len(data) < HEADER_BYTES:
         return data
     changed = bytearray(data)
-    (wire_bytes,) = struct.unpack_from("<Q", changed, HEADER_BYTES - 16)
+    (wire_bytes,) = struct.unpack_from("<Q", changed, HEADER_BYTES - 20)
     payload = bytes(changed[HEADER_BYTES : HEADER_BYTES + min(wire_bytes, len(changed))])
     struct.pack_into("<I", changed, HEADER_BYTES - 8, google_crc32c.value(payload))
     head = bytes(changed[: HEADER_BYTES - 4])
@@ -91,7 +101,7 @@ def mutated_frame(frame: Frame, rng: random.Random) -> Frame:
     bounds = {
         "codec": 8, "group": 8, "chunk": 32, "layer_start": 16, "layer_end": 16, "token_start": 32,
         "token_end": 32, "head_start": 16, "head_end": 16, "raw_bytes": 64, "epoch": 32,
-        "session": 64,
+        "session": 64, "sequence": 32,
     }  # fmt: skip
     for _ in range(rng.choice((0, 1, 1, 2))):
         name = rng.choice([*bounds, "type", "payload"])
@@ -127,9 +137,15 @@ def test_a_receiver_takes_any_frames_in_any_order() -> None:
                     raise
                 if arrival is None:
                     continue
-                out = np.empty(arrival.raw_bytes, dtype=np.uint8)
-                codecs.by_id(arrival.codec).decode_into(memoryview(arrival.payload), out, 2)
-                machine.decoded(arrival, piece_digest(out.data))
+                try:
+                    if not parsed.intact:
+                        raise CorruptKv("crc")
+                    out = np.empty(parsed.raw_bytes, dtype=np.uint8)
+                    codecs.by_id(parsed.codec).decode_into(memoryview(parsed.payload), out, 2)
+                except CorruptKv as exc:
+                    machine.broken(arrival, exc)
+                    continue
+                machine.decoded(arrival, piece_digest(out))
         if machine.state is ReceiveState.COMPLETE:
             complete += 1
             assert machine.ledger.whole
@@ -160,7 +176,7 @@ def test_a_sender_takes_any_frames_from_the_other_side() -> None:
     machine = SendSession(
         session=SESSION, epoch=1, request=REQUEST, layout=LAYOUT, chunk_tokens=CHUNK
     )
-    ack = Frame(FrameType.ACK, SESSION, 1, payload=convert.ack_to_bytes(SessionAck(3, 1000, 1e6)))
+    ack = Frame(FrameType.ACK, SESSION, 1, payload=convert.ack_to_bytes(ACK))
 
     def make(rng: random.Random) -> bytes:
         frame = mutated_frame(ack, rng) if rng.random() < 0.8 else rng.choice(SESSION_FRAMES)
@@ -192,7 +208,15 @@ PARSERS: dict[str, tuple[Callable[[bytes], object], bytes]] = {
     "open": (convert.open_from_bytes, convert.open_to_bytes(REQUEST)),
     "accept": (convert.accept_from_bytes, bytes(SESSION_FRAMES[0].payload)),
     "seal": (convert.seal_from_bytes, bytes(SESSION_FRAMES[-1].payload)),
-    "ack": (convert.ack_from_bytes, convert.ack_to_bytes(SessionAck(1, 2, 3.0))),
+    "ack": (
+        convert.ack_from_bytes,
+        convert.ack_to_bytes(ACK),
+    ),
+    "resume": (
+        convert.resume_from_bytes,
+        convert.resume_to_bytes(SessionResume(b"link", ACK)),
+    ),
+    "attach": (convert.attach_from_bytes, convert.attach_to_bytes(LaneAttach(b"link", 3))),
     "error": (
         convert.error_from_bytes,
         convert.error_to_bytes(

@@ -34,6 +34,7 @@ KV = Frame(
     token_end=1024,
     head_end=3,
     raw_bytes=10,
+    sequence=9,
     payload=b"0123456789",
 )
 
@@ -53,6 +54,7 @@ frames = st.builds(
     head_start=u16,
     head_end=u16,
     raw_bytes=st.integers(0, 1 << 20),
+    sequence=u32,
     payload=st.binary(max_size=200),
 )
 
@@ -64,17 +66,39 @@ def test_any_frames_survive_one_message(sent: list[Frame]) -> None:
     assert received == sent
 
 
-def test_header_is_64_bytes_and_its_text_names_everything() -> None:
-    assert HEADER_BYTES == 64
-    assert str(KV) == "<KV s=1234 e=7 c=3 g=0 L[4,5) t[768,1024) h[0,3) codec=1 10/10B>"
+def test_header_is_68_bytes_and_its_text_names_everything() -> None:
+    assert HEADER_BYTES == 68
+    assert str(KV) == "<KV s=1234 e=7 #9 c=3 g=0 L[4,5) t[768,1024) h[0,3) codec=1 10/10B>"
 
 
 @pytest.mark.parametrize("bit", range(0, (HEADER_BYTES + 10) * 8, 7))
 def test_any_flipped_bit_is_found(bit: int) -> None:
     data = bytearray(KV.serialize())
     data[bit // 8] ^= 1 << (bit % 8)
-    with pytest.raises((CorruptKv, ProtocolError)):
+    if bit < HEADER_BYTES * 8:
+        with pytest.raises((CorruptKv, ProtocolError)):
+            parse(bytes(data))
+        return
+    frame, used = parse(bytes(data))
+    assert frame is not None
+    assert used == len(data)
+    assert not frame.intact  # and the header says which frame to fetch again
+    assert frame.sequence == 9
+
+
+def test_a_flipped_bit_in_a_control_payload_is_refused() -> None:
+    data = bytearray(Frame(FrameType.ACK, 1, payload=b"0123").serialize())
+    data[-1] ^= 1
+    with pytest.raises(CorruptKv, match="payload crc"):
         parse(bytes(data))
+
+
+def test_a_crc_that_is_known_is_not_computed_again() -> None:
+    known = replace(KV, payload_crc=google_crc32c.value(b"0123456789"))
+    assert known.serialize() == KV.serialize()
+    wrong, _ = parse(replace(KV, payload_crc=1).serialize())
+    assert wrong is not None
+    assert not wrong.intact
 
 
 @given(st.binary(max_size=300))
@@ -94,7 +118,7 @@ def _forge(**fields: int) -> bytes:
         data[2] = fields["version"]
     if "type" in fields:
         data[3] = fields["type"]
-    struct.pack_into("<I", data, 60, google_crc32c.value(bytes(data[:60])))
+    struct.pack_into("<I", data, 64, google_crc32c.value(bytes(data[:64])))
     return bytes(data)
 
 

@@ -12,7 +12,8 @@ import pytest
 from prfaas import frames
 from prfaas.codecs import default_codecs
 from prfaas.frames import Frame, FrameFlag, FrameType
-from prfaas.sessions import ReceiveState, SendState
+from prfaas.receive_session import ReceiveState
+from prfaas.send_session import SendState
 from prfaas.transfer import PARAMS_VERSION, SeenTransfers
 from prfaas_connect.port import messages
 from prfaas_connect.port.messages import PortMessage
@@ -54,6 +55,7 @@ def test_the_header_table_reads_a_frame(page: str) -> None:
         head_start=9,
         head_end=10,
         raw_bytes=11,
+        sequence=12,
         payload=b"payload",
     )
     data = frame.serialize()
@@ -64,7 +66,7 @@ def test_the_header_table_reads_a_frame(page: str) -> None:
         end = int(offset) + int(size)
         if name != "magic":
             (found[name],) = struct.unpack_from("<" + SIZES[int(size)], data, int(offset))
-    assert end == frames.HEADER_BYTES == 64
+    assert end == frames.HEADER_BYTES == 68
     assert data[:2] == b"PF"
     for name in ("session", "epoch", "codec", "group", "chunk", "layer_start", "layer_end"):
         assert found[name] == getattr(frame, name)
@@ -74,13 +76,14 @@ def test_the_header_table_reads_a_frame(page: str) -> None:
         "head_start",
         "head_end",
         "raw_bytes",
+        "sequence",
         "type",
         "flags",
     ):
         assert found[name] == getattr(frame, name)
     assert (found["version"], found["wire_bytes"]) == (frames.WIRE_MAJOR, len(frame.payload))
     assert found["payload_crc"] == google_crc32c.value(b"payload")
-    assert found["header_crc"] == google_crc32c.value(data[:60])
+    assert found["header_crc"] == google_crc32c.value(data[:64])
 
 
 def test_types_flags_and_codecs_are_all_there(page: str) -> None:

@@ -15,9 +15,10 @@ from prfaas.errors import CorruptKv, EngineUnavailable, Overloaded, PrfaasError,
 from prfaas.frames import HEADER_BYTES, Frame, FrameFlag, FrameType, parse_all
 from prfaas.layout import GroupKind, KvLayout, LayerGroup
 from prfaas.ledger import Piece, piece_digest
+from prfaas.receive_session import Arrival, ReceiveSession, ReceiveState
 from prfaas.rpc import convert
+from prfaas.send_session import MESSAGE_BYTES, SendSession, SendState, least_credit
 from prfaas.session_messages import PrefillReport, SessionAck, SessionOpen
-from prfaas.sessions import Arrival, ReceiveSession, ReceiveState, SendSession, SendState
 from prfaas.testing.kv_pieces import split_pieces
 
 LAYOUT = KvLayout((LayerGroup(GroupKind.FULL, (0, 1, 2), 2, 4, "bfloat16"),))
@@ -38,6 +39,8 @@ def request(send_from: int = 0, tokens: int = 20) -> SessionOpen:
         deadline_s=10,
         lease_s=5,
         engine_epoch="e",
+        link=b"link",
+        credit_bytes=1 << 20,
     )
 
 
@@ -68,17 +71,19 @@ class Pair:
 
     def frame(self, piece: Piece, *, flags: FrameFlag = FrameFlag.NONE) -> Frame:
         raw = raw_of(piece)
-        assert self.send.claim(piece, raw.nbytes, 1 << 20) == (piece,)
+        assert self.send.claim(piece, raw.nbytes) == (piece,)
         codec = CODECS.negotiate(["planes-zstd"])
         codec_id, payload = encode(codec, raw, 2)
-        return self.send.kv(
+        self.send.put(
             piece,
             raw_bytes=raw.nbytes,
-            digest=piece_digest(raw.data),
+            digest=piece_digest(raw),
             codec=codec_id,
             payload=payload,
             flags=flags,
         )
+        (frame,) = self.send.take(0, app_limited=False)
+        return frame
 
     def deliver(self, frame: Frame) -> Arrival | None:
         """Through bytes, as on the wire."""
@@ -86,10 +91,16 @@ class Pair:
         return self.receive.receive(parsed)
 
     def decode(self, arrival: Arrival) -> bool:
-        out = np.empty(arrival.raw_bytes, dtype=np.uint8)
-        CODECS.by_id(arrival.codec).decode_into(memoryview(arrival.payload), out, 2)
+        frame = arrival.frame
+        assert frame.intact
+        out = np.empty(frame.raw_bytes, dtype=np.uint8)
+        CODECS.by_id(frame.codec).decode_into(memoryview(frame.payload), out, 2)
         assert (out == raw_of(arrival.piece)).all()
-        return self.receive.decoded(arrival, piece_digest(out.data))
+        return self.receive.decoded(arrival, piece_digest(out))
+
+    def ack(self, *, lanes: tuple[int, ...] = (0,), opened: int = 1) -> None:
+        (frame,) = parse_all(self.receive.ack(0.0, lanes, opened).serialize())
+        self.send.receive(frame)
 
     def pass_on(self, frame: Frame) -> None:
         arrival = self.deliver(frame)
@@ -180,11 +191,36 @@ def test_whole_chunks_are_kept_when_the_session_fails() -> None:
         pair.pass_on(pair.frame(piece))
     third = pair.deliver(pair.frame(pair.pieces()[2]))
     assert third is not None
-    with pytest.raises(EngineUnavailable):
-        pair.deliver(pair.send.fail(EngineUnavailable("gone")))
+    assert pair.deliver(pair.send.fail(EngineUnavailable("gone"))) is None
+    assert pair.send.state is SendState.FAILED
+    assert pair.receive.state is ReceiveState.FAILING
     assert pair.receive.ledger.watermark == 3
-    assert pair.decode(third)  # had arrived before the failure
+    with pytest.raises(EngineUnavailable):
+        pair.decode(third)  # had been sent before the failure
+    assert pair.receive.state is ReceiveState.FAILED
     assert pair.receive.ledger.watermark == 8
+
+
+def test_an_error_gives_one_more_message_of_what_is_encoded() -> None:
+    tokens = MESSAGE_BYTES // 32  # one chunk of one layer is two messages
+    wide = KvLayout((LayerGroup(GroupKind.FULL, (0,), 2, 4, "bfloat16"),))
+    opening = replace(request(0, 2 * tokens), credit_bytes=1 << 30)
+    send = SendSession(session=7, epoch=2, request=opening, layout=wide, chunk_tokens=2 * tokens)
+    send.accept(0, 0)
+    piece = Piece(0, 0, 0, 0, 2 * tokens, 0, 2)
+    for cut in send.claim(piece, send.ledger.piece_bytes(piece)):
+        nbytes = send.ledger.piece_bytes(cut)
+        send.put(cut, raw_bytes=nbytes, digest=b"", codec=0, payload=bytes(nbytes))
+    before = send.frames
+    error = convert.session_error_from_bytes(send.fail(EngineUnavailable("gone")).payload)
+    assert 0 < error.frames < before
+    assert send.state is SendState.FAILING
+    taken = []
+    while frames := send.take(0, app_limited=False):
+        taken += frames
+    assert [f.sequence for f in taken] == list(range(error.frames))
+    assert send.state is SendState.FAILED
+    assert (send.retained_bytes, send.outstanding_bytes) == (0, 0)
 
 
 def test_a_duplicate_frame_is_dropped_and_counted() -> None:
@@ -217,7 +253,7 @@ def test_after_a_cancel_everything_is_late_and_nothing_is_committed() -> None:
     arrival = pair.deliver(first)
     assert arrival is not None
     cancel = pair.receive.cancel()
-    assert pair.send.receive(cancel) is None
+    pair.send.receive(cancel)
     assert pair.send.state is SendState.CANCELLED
     assert pair.deliver(second) is None
     assert not pair.decode(arrival)
@@ -226,12 +262,20 @@ def test_after_a_cancel_everything_is_late_and_nothing_is_committed() -> None:
     assert pair.receive.state is ReceiveState.CANCELLED
 
 
-@pytest.mark.parametrize("kind", [FrameType.KV, FrameType.SEAL])
-def test_kv_and_seal_before_accept_are_refused(kind: FrameType) -> None:
+def test_a_seal_before_accept_is_refused() -> None:
     pair = Pair.make(accepted=False)
     with pytest.raises(ProtocolError, match="while OPENING"):
-        pair.receive.receive(Frame(kind, 7, 2, layer_end=1, token_end=8, head_end=2))
+        pair.receive.receive(Frame(FrameType.SEAL, 7, 2))
     assert pair.receive.state is ReceiveState.FAILED
+
+
+def test_a_lane_may_be_faster_than_the_stream_that_carries_accept() -> None:
+    pair = Pair.make(accepted=False)
+    accept = pair.send.accept(0, 0)
+    pair.pass_on(pair.frame(pair.pieces()[0]))
+    assert pair.receive.state is ReceiveState.RECEIVING
+    assert pair.deliver(accept) is None
+    assert pair.receive.state is ReceiveState.RECEIVING
 
 
 @pytest.mark.parametrize(
@@ -251,7 +295,7 @@ def test_kv_and_seal_before_accept_are_refused(kind: FrameType) -> None:
         ({"head_end": 3}, ProtocolError, "2 heads"),
         ({"type": FrameType.OPEN}, ProtocolError, "may not be sent"),
         ({"type": FrameType.ACK}, ProtocolError, "may not be sent"),
-        ({"type": FrameType.ACCEPT, "payload": b"\xff"}, ProtocolError, "while RECEIVING"),
+        ({"type": FrameType.ACCEPT, "payload": b"\xff"}, ProtocolError, "not a SessionAccept"),
         ({"type": FrameType.SEAL, "payload": b"\xff"}, ProtocolError, "not a SessionSeal"),
         ({"type": FrameType.ERROR, "payload": b"\xff"}, ProtocolError, "not a ErrorDetail"),
     ],
@@ -285,15 +329,126 @@ def test_a_layer_the_engine_never_exported_is_an_error_at_the_seal_that_names_it
     assert pair.send.state is SendState.PREFILLING
 
 
-def test_a_frame_lost_on_the_way_is_named_at_the_seal() -> None:
+def test_what_was_on_a_lost_lane_is_sent_again_and_nothing_else() -> None:
     pair = Pair.make()
     frames = [pair.frame(p) for p in pair.pieces()]
     for frame in [*frames[:4], *frames[5:]]:
         pair.pass_on(frame)
-    with pytest.raises(CorruptKv, match="missing at the seal: chunk 1 group 0 layer 1"):
-        pair.deliver(pair.send.seal(PrefillReport()))
+    held = pair.deliver(frames[4])
+    assert held is not None
+    pair.ack()
+    assert pair.send.take(1, app_limited=False) == []
+    pair.deliver(pair.send.seal(PrefillReport()))
+    assert pair.receive.state is ReceiveState.SEALED
+    pair.ack(lanes=(), opened=1)  # lane 0 is gone, but its frame is here: it is being decoded
+    assert pair.send.take(1, app_limited=False) == []
+    pair.receive.broken(held, CorruptKv("flipped"))
+    pair.ack(lanes=(1,), opened=2)
+    (again,) = pair.send.take(1, app_limited=False)
+    assert again.sequence == 4
+    pair.ack(lanes=(), opened=2)  # and that one is lost with lane 1
+    (once_more,) = pair.send.take(2, app_limited=False)
+    pair.pass_on(once_more)
+    assert pair.receive.state is ReceiveState.COMPLETE
+    pair.ack()
+    assert pair.send.state is SendState.COMPLETE
+    assert pair.send.resent_bytes == 2 * again.wire_bytes
+
+
+def test_without_a_word_of_the_receiver_a_lost_lane_is_sent_again_too() -> None:
+    pair = Pair.make()
+    frame = pair.frame(pair.pieces()[0])
+    assert pair.send.lanes_used == (0,)
+    pair.send.lane_lost(0)
+    assert pair.send.outstanding_bytes == 0
+    assert pair.send.take(1, app_limited=False) == [frame]
+
+
+def test_broken_frames_are_fetched_again_and_ten_in_a_row_fail() -> None:
+    pair = Pair.make()
+    good = pair.frame(pair.pieces()[0])
+    frame = pair.frame(pair.pieces()[1])
+    for count in range(1, 10):
+        arrival = pair.deliver(frame)
+        assert arrival is not None
+        pair.receive.broken(arrival, CorruptKv("flipped"))
+        assert pair.receive.corrupt == count
+        pair.ack()
+        (frame,) = pair.send.take(0, app_limited=False)
+    pair.pass_on(good)  # not in a row any more
+    for _ in range(9):
+        arrival = pair.deliver(frame)
+        assert arrival is not None
+        pair.receive.broken(arrival, CorruptKv("flipped"))
+    arrival = pair.deliver(frame)
+    assert arrival is not None
+    with pytest.raises(CorruptKv, match="10 broken frames in a row: flipped"):
+        pair.receive.broken(arrival, CorruptKv("flipped"))
     assert pair.receive.state is ReceiveState.FAILED
-    assert pair.receive.ledger.watermark == 8
+
+
+def test_resume_says_again_what_is_missing() -> None:
+    pair = Pair.make()
+    arrival = pair.deliver(pair.frame(pair.pieces()[0]))
+    assert arrival is not None
+    pair.receive.broken(arrival, CorruptKv("flipped"))
+    pair.receive.ack(0.0, (0,), 1)  # lost with the stream
+    (resume,) = parse_all(pair.receive.resume((0,), 1).serialize())
+    assert convert.resume_from_bytes(resume.payload).link == b"link"
+    pair.send.receive(resume)
+    (again,) = pair.send.take(0, app_limited=False)
+    pair.pass_on(again)
+
+
+def test_no_more_than_the_credit_is_under_way() -> None:
+    pair = Pair.make()
+    assert pair.send.sendable is False
+    frame = pair.frame(pair.pieces()[0])
+    pair.receive.grant(frame.wire_bytes)
+    pair.ack()
+    piece = pair.pieces()[1]
+    raw = raw_of(piece)
+    pair.send.claim(piece, raw.nbytes)
+    pair.send.put(piece, raw_bytes=raw.nbytes, digest=b"", codec=0, payload=raw.tobytes())
+    assert pair.send.starved
+    assert pair.send.take(0, app_limited=False) == []
+    pair.receive.grant(least_credit(LAYOUT))
+    pair.ack()
+    assert not pair.send.starved
+    assert len(pair.send.take(0, app_limited=False)) == 1
+
+
+def test_a_sender_that_exceeds_its_credit_is_refused() -> None:
+    pair = Pair.make()
+    pair.receive._most_credit = 10
+    with pytest.raises(ProtocolError, match="of its credit"):
+        pair.deliver(pair.frame(pair.pieces()[0]))
+
+
+def test_an_ack_of_what_was_never_sent_is_refused() -> None:
+    pair = Pair.make()
+    pair.frame(pair.pieces()[0])
+    with pytest.raises(ProtocolError, match="never sent"):
+        pair.send.acked(SessionAck(2))
+    piece = pair.pieces()[1]
+    pair.send.claim(piece, 256)
+    pair.send.put(piece, raw_bytes=256, digest=b"", codec=0, payload=bytes(256))
+    with pytest.raises(ProtocolError, match="never sent"):
+        pair.send.acked(SessionAck(0, ((1, 2),)))
+
+
+def test_held_frames_leave_after_the_seal() -> None:
+    opening = replace(request(), hold_until_sealed=True)
+    send = SendSession(session=7, epoch=2, request=opening, layout=LAYOUT, chunk_tokens=GRID)
+    send.accept(0, 0)
+    pair = Pair.make()
+    for piece in pair.pieces():
+        raw = raw_of(piece)
+        send.claim(piece, raw.nbytes)
+        send.put(piece, raw_bytes=raw.nbytes, digest=b"", codec=0, payload=raw.tobytes())
+        assert (send.queued, send.take(0, app_limited=False)) == (0, [])
+    send.seal(PrefillReport())
+    assert len(send.take(0, app_limited=False)) == 9
 
 
 @pytest.mark.parametrize(
@@ -331,31 +486,54 @@ def test_the_engine_may_not_export_rubbish() -> None:
     pair = Pair.make()
     piece = pair.pieces()[0]
     with pytest.raises(ProtocolError, match="exported 255 bytes, not 256"):
-        pair.send.claim(piece, 255, 1 << 20)
+        pair.send.claim(piece, 255)
     pair.frame(piece)
     with pytest.raises(ProtocolError, match="exported it twice"):
-        pair.send.claim(piece, 256, 1 << 20)
+        pair.send.claim(piece, 256)
     with pytest.raises(ProtocolError, match="overlaps"):
-        pair.send.claim(replace(piece, token_start=1), 256 * 7 // 8, 1 << 20)
+        pair.send.claim(replace(piece, token_start=1), 256 * 7 // 8)
 
 
 @pytest.mark.parametrize(
-    ("max_bytes", "tokens"),
-    [(256, [8]), (255, [7, 1]), (100, [3, 3, 2]), (64, [2] * 4), (1, [1] * 8)],
+    ("token_bytes", "tokens", "cuts"),
+    [(1 << 18, 8, [1] * 8), (1 << 16, 9, [4, 4, 1]), (1 << 21, 2, [1, 1]), (64, 8, [8])],
 )
-def test_a_large_record_is_cut_by_tokens(max_bytes: int, tokens: list[int]) -> None:
-    pair = Pair.make()
-    cuts = pair.send.claim(pair.pieces()[0], 256, max_bytes)
-    assert [c.token_end - c.token_start for c in cuts] == tokens
-    assert (cuts[0].token_start, cuts[-1].token_end) == (0, 8)
+def test_a_large_record_is_cut_by_tokens(token_bytes: int, tokens: int, cuts: list[int]) -> None:
+    layout = KvLayout((LayerGroup(GroupKind.FULL, (0,), 16, token_bytes // 64, "bfloat16"),))
+    send = SendSession(
+        session=7, epoch=2, request=request(0, tokens), layout=layout, chunk_tokens=tokens
+    )
+    send.accept(0, 0)
+    found = send.claim(Piece(0, 0, 0, 0, tokens, 0, 16), token_bytes * tokens)
+    assert [c.token_end - c.token_start for c in found] == cuts
+    assert (found[0].token_start, found[-1].token_end) == (0, tokens)
 
 
-def test_acks_reach_the_sender_and_old_ones_do_not() -> None:
+def test_messages_are_small_at_first_and_then_grow() -> None:
+    part = 1 << 17
+    layout = KvLayout((LayerGroup(GroupKind.FULL, (0,), 2, part // 8, "bfloat16"),))
+    opening = replace(request(0, 60), credit_bytes=1 << 30)
+    send = SendSession(session=7, epoch=2, request=opening, layout=layout, chunk_tokens=1)
+    send.accept(0, 0)
+    for at in range(60):
+        piece = Piece(at, 0, 0, at, at + 1, 0, 2)
+        send.claim(piece, part)
+        send.put(piece, raw_bytes=part, digest=b"", codec=0, payload=bytes(part - HEADER_BYTES))
+    sizes = [sum(f.wire_bytes for f in send.take(0, app_limited=False)) for _ in range(6)]
+    assert sizes == [256 << 10] * 4 + [1 << 20] * 2
+
+
+def test_acks_free_what_is_verified_and_old_ones_do_not() -> None:
     pair = Pair.make()
     pair.pass_on(pair.frame(pair.pieces()[0]))
-    ack = pair.receive.ack(1e6)
-    assert pair.send.receive(ack) == SessionAck(1, pair.send.wire_bytes, 1e6)
-    assert pair.send.receive(replace(ack, epoch=1)) is None
+    retained = pair.send.retained_bytes
+    assert retained > 0
+    ack = pair.receive.ack(1e6, (0,), 1)
+    pair.send.receive(replace(ack, epoch=1))
+    assert pair.send.retained_bytes == retained
+    pair.send.receive(ack)
+    assert (pair.send.retained_bytes, pair.send.outstanding_bytes) == (0, 0)
+    assert pair.send.receive_bytes_per_s == 1e6
     with pytest.raises(ProtocolError, match="is not of"):
         pair.send.receive(replace(ack, session=9))
     with pytest.raises(ProtocolError, match="may not be sent to the prefill side"):

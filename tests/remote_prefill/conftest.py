@@ -18,6 +18,7 @@ import pytest
 from prfaas.dialling import Endpoint
 from prfaas.settings import Settings
 from prfaas.snapshot import Outcome
+from prfaas.testing.bare_client import BareClient
 from prfaas.testing.scripted_port import ScriptedEngine
 from prfaas.testing.waiting import eventually
 from prfaas.transfer import PARAMS_VERSION, PlanStep, TransferParams, sign
@@ -37,6 +38,13 @@ class PrefillSite:
         self.socket = socket
         self.engine: ScriptedEngine | None = None
         self.channel: grpc.aio.Channel = open_channel(Endpoint(f"127.0.0.1:{port}"))
+
+    def client(
+        self, tokens: np.ndarray, *, link: bytes | None = None, **changes: Any
+    ) -> BareClient:
+        """A client without an agent, on a link of its own if not on `link`."""
+        link = self.agent.links.open("", "bare", b"").token if link is None else link
+        return BareClient(self.channel, link, tokens, **changes)
 
     def assert_clean(self) -> None:
         """Every count is back where it began."""

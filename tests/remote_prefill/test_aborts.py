@@ -108,7 +108,7 @@ async def test_an_abort_in_any_phase_frees_both_sides(
         assert (await answer).status == "staged"
     else:
         await eventually(lambda: served(p))
-        (machine,) = d.link("fra/p0")._sessions
+        (machine,) = d.link("fra/p0").sessions
         await eventually(lambda: machine.ledger.frames == (0 if phase == "first_frame" else 4))
     if phase == "stalled":
         link.stall(True)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import grpc
 import grpc.aio
@@ -36,12 +37,15 @@ from prfaas.tls_files import check_files
 from remote_prefill import service, transport
 from remote_prefill.access import Access, Client
 from remote_prefill.agent_main import AgentServer
+from remote_prefill.prefill_agent import PrefillAgent
 from remote_prefill.prefill_main import PrefillServer
 from remote_prefill.telemetry_service import TELEMETRY
-from remote_prefill.transport import SERVICE, TRANSFER, open_channel
+from remote_prefill.transport import SERVICE, SESSION, open_channel
 
 MODEL = "scripted-model"
 ANY = {"identity": "d0"}
+LINKS: WeakKeyDictionary[grpc.aio.Channel, bytes] = WeakKeyDictionary()
+"""As a handshake over each channel would have given it."""
 
 
 @pytest.fixture
@@ -69,16 +73,18 @@ def dial(stack: AsyncExitStack, pki: Pki) -> Any:
         endpoint = checked_endpoint(f"127.0.0.1:{site.port}", files, None, "test")
         channel = open_channel(endpoint)
         stack.push_async_callback(channel.close)
+        if isinstance(site.agent, PrefillAgent):
+            LINKS[channel] = site.agent.links.open(name, name, b"").token
         return channel
 
     return dial
 
 
 class Stream:
-    """One Transfer stream that has said OPEN."""
+    """The control stream of one session."""
 
     def __init__(self, channel: grpc.aio.Channel, tokens: Any, session: int = 5) -> None:
-        self.call = channel.stream_stream(TRANSFER)(timeout=10)
+        self.call = channel.stream_stream(SESSION)(timeout=10)
         self.session = session
         self.request = SessionOpen(
             transfer_id=f"t{session}",
@@ -92,6 +98,8 @@ class Stream:
             deadline_s=10,
             lease_s=10,
             engine_epoch="epoch-1",
+            link=LINKS[channel],
+            credit_bytes=1 << 22,
         )
 
     async def open(self, **changes: Any) -> FrameType:
@@ -214,7 +222,7 @@ async def test_d_prefills_at_p_over_mutual_tls(
         assert d.engine.staged_is_right(done, prompt)
         d.engine.release(done)
     await d.clean(p)
-    sealed = p.agent.metrics.client_sessions.labels("d0", "acme", "sealed")
+    sealed = p.agent.metrics.client_sessions.labels("d0", "acme", "complete")
     assert sealed._value.get() == 1
     assert p.agent.metrics.client_wire_bytes.labels("d0", "acme")._value.get() > 0
     for name, site in (("p0", p), ("d0", d)):
@@ -313,6 +321,7 @@ async def test_sessions_of_two_clients_under_one_number_never_meet(
     script.go.set()
     while await one.next() is not FrameType.SEAL:
         pass
+    assert await cancel(first, 5) == 1
     await p.clean()
 
 
@@ -340,7 +349,7 @@ async def test_messages_and_metadata_over_the_limit_are_refused_by_the_transport
 ) -> None:
     p = await start(ANY, limits={"max_prompt_tokens": 1000})
     channel = dial(p, "d0")
-    call = channel.stream_stream(TRANSFER)(timeout=5)
+    call = channel.stream_stream(SESSION)(timeout=5)
     await call.write(b"\0" * (1 << 20))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
@@ -376,7 +385,7 @@ async def test_a_stream_that_opens_no_session_is_closed(
     monkeypatch.setattr(service, "OPEN_TIMEOUT_S", 0.1)
     p = await start(ANY)
     idle = Stream(dial(p, "d0"), tokens(22))
-    with pytest.raises(PrefillTimeout, match="no OPEN frame came"):
+    with pytest.raises(PrefillTimeout, match="no OPEN or RESUME frame came"):
         await idle.next()
     assert await idle.call.read() is grpc.aio.EOF
 
@@ -385,6 +394,7 @@ async def test_without_tls_every_caller_is_the_same_nobody(prefill_site: Any, to
     script = PrefillScript()
     script.stop_before = (0, 0)
     p = await prefill_site(engine={"script": script})
+    LINKS[p.channel] = p.agent.links.open("", "nobody", b"").token
     first = Stream(p.channel, tokens(22))
     assert await first.open() is FrameType.ACCEPT
     with pytest.raises(PrfaasError, match="session 5 is open already"):
@@ -439,7 +449,7 @@ async def test_certificates_change_at_both_ends_while_transfers_run(
     pki.rotate("d0")
     await eventually(lambda: link._channels._set is not before)
     assert link.ready
-    assert (link.open_streams, sum(before.loads)) == (0, 1)  # it ends where it began
+    assert (link.open_streams, before.streams) == (0, 1)  # it ends where it began
     script.go.set()
     done = await asyncio.wait_for(answer, 5)
     assert done.status == "staged"

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from prfaas.frames import Frame
 from prfaas.testing.link import BendableLink, LinkShape
 from prfaas.testing.scripted_port import SCRIPTED_LAYOUT, PrefillScript
 from prfaas.testing.waiting import eventually
+from remote_prefill import served_link
+from remote_prefill.served_link import message_of
 
 PROMPT = 22
 
@@ -127,7 +133,7 @@ async def test_chunks_on_another_grid_are_kept_as_far_as_the_first_grid_goes(
     await d.clean(first, second)
 
 
-async def test_a_connection_cut_midway_keeps_whole_chunks(
+async def test_connections_cut_midway_go_on_where_they_were(
     prefill_site: Any, decode_site: Any, tokens: Any, stack: AsyncExitStack
 ) -> None:
     p = await prefill_site(engine={"script": PrefillScript()})
@@ -138,16 +144,45 @@ async def test_a_connection_cut_midway_keeps_whole_chunks(
     prompt, params = tokens(PROMPT), d.params("fra/p0")
     _, answer = d.engine.begin_fetch(params, prompt)
     await eventually(lambda: d.link("fra/p0").info().sessions)
-    (machine,) = d.link("fra/p0")._sessions
+    (machine,) = d.link("fra/p0").sessions
     await eventually(lambda: machine.ledger.frames == 5)
+    link.drop_connections()
+    await eventually(lambda: link.stats.connections)
+    p.engine.script.go.set()
+    done = await asyncio.wait_for(answer, 5)
+    assert done.status == "staged"
+    assert d.engine.staged_is_right(done, prompt)
+    d.engine.release(done)
+    assert (await d.outcome(params)).wire_bytes == machine.wire_bytes
+    await d.clean(p)
+    assert count(d.agent.metrics.resumes, "fra", "p0") == 1
+    assert len(served(p)) == 1  # the session went on, nothing was computed twice
+    assert count(d.agent.metrics.wasted_bytes, "fra", "p0") == 0
+
+
+async def test_an_instance_that_stays_away_leaves_whole_chunks(
+    prefill_site: Any, decode_site: Any, tokens: Any, stack: AsyncExitStack
+) -> None:
+    p = await prefill_site(engine={"script": PrefillScript()}, limits={"lease_s": 0.5})
+    link = await stack.enter_async_context(BendableLink(LinkShape()))
+    d = await decode_site({"fra/p0": await link.forward("127.0.0.1", p.port)})
+    await d.ready("fra/p0")
+    p.engine.script.stop_before = (1, 2)
+    prompt, params = tokens(PROMPT), d.params("fra/p0")
+    _, answer = d.engine.begin_fetch(params, prompt)
+    await eventually(lambda: d.link("fra/p0").info().sessions)
+    (machine,) = d.link("fra/p0").sessions
+    await eventually(lambda: machine.ledger.frames == 5)
+    link.refuse = True
     link.drop_connections()
     done = await asyncio.wait_for(answer, 5)
     assert (done.status, done.reason, done.token_end) == ("partial", "peer_unavailable", 8)
     assert d.engine.staged_is_right(done, prompt)
     d.engine.release(done)
-    await d.clean(p)
-    await d.ready("fra/p0")  # and it comes back by itself
+    await d.clean(p)  # by its lease: nobody could tell it
     p.engine.script.go.set()
+    link.refuse = False
+    await eventually(lambda: d.link("fra/p0").ready, within_s=10)  # and it comes back by itself
     done = await d.engine.fetch(d.params("fra/p0"), prompt)
     assert done.status == "staged"
     d.engine.release(done)
@@ -227,27 +262,49 @@ async def test_a_queued_session_waits_as_long_as_it_hears_its_place(
     await d.clean(p)
 
 
-async def test_a_flipped_bit_is_found_and_whole_chunks_before_it_are_kept(
-    prefill_site: Any, decode_site: Any, tokens: Any
+def flip_bits(monkeypatch: pytest.MonkeyPatch, which: Callable[[Frame, int], bool]) -> None:
+    """Flip a payload bit of the frames P sends of which `which` is true; it also gets how often
+    that frame was sent before.
+    """
+    sent: Counter[tuple[int, int]] = Counter()
+
+    def flipped(frame: Frame) -> Frame:
+        key = (frame.session, frame.sequence)
+        sent[key] += 1
+        if not which(frame, sent[key] - 1):
+            return frame
+        payload = bytes(frame.payload)
+        return replace(frame, payload=payload[:-1] + bytes([payload[-1] ^ 1]))
+
+    monkeypatch.setattr(
+        served_link, "message_of", lambda frames: message_of([flipped(f) for f in frames])
+    )
+
+
+async def test_a_flipped_bit_is_found_and_that_frame_fetched_again(
+    prefill_site: Any, decode_site: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p = await prefill_site(engine={"script": PrefillScript(layer_s=0.001)})
     d = await decode_site({"fra/p0": p})
     await d.ready("fra/p0")
-    make_sender = p.agent.sender
+    flip_bits(monkeypatch, lambda frame, before: frame.sequence in (2, 3, 5) and not before)
+    prompt, params = tokens(PROMPT), d.params("fra/p0")
+    done = await d.engine.fetch(params, prompt)
+    assert (done.status, done.reason) == ("staged", "")
+    assert d.engine.staged_is_right(done, prompt)
+    d.engine.release(done)
+    await d.clean(p)
+    assert count(d.agent.metrics.dropped_frames, "corrupt") == 3
+    assert p.agent.metrics.resent_bytes._value.get() > 0
 
-    def sender(session: Any, write: Any) -> Any:
-        kv_bytes = 0
 
-        async def flip(message: bytes) -> None:
-            nonlocal kv_bytes
-            kv_bytes += len(message)
-            if session.machine.ledger.frames > 4:
-                message = message[:-1] + bytes([message[-1] ^ 1])
-            await write(message)
-
-        return make_sender(session, flip)
-
-    p.agent.sender = sender
+async def test_ten_broken_frames_in_a_row_fail_the_session_loudly(
+    prefill_site: Any, decode_site: Any, tokens: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = await prefill_site(engine={"script": PrefillScript(layer_s=0.001)})
+    d = await decode_site({"fra/p0": p})
+    await d.ready("fra/p0")
+    flip_bits(monkeypatch, lambda frame, before: frame.sequence >= 5)
     prompt, params = tokens(PROMPT), d.params("fra/p0")
     done = await d.engine.fetch(params, prompt)
     assert (done.status, done.reason, done.token_end) == ("partial", "corrupt_kv", 8)
@@ -255,6 +312,7 @@ async def test_a_flipped_bit_is_found_and_whole_chunks_before_it_are_kept(
     d.engine.release(done)
     assert (await d.outcome(params)).status == "partial"
     await d.clean(p)
+    assert count(d.agent.metrics.dropped_frames, "corrupt") >= 10
 
 
 async def test_a_peer_that_talks_nonsense_is_an_error_and_no_crash(

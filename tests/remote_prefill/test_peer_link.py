@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from contextlib import AsyncExitStack
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from prfaas.layout import GroupKind, KvLayout, LayerGroup
+from prfaas.tcp_info import Unavailable, find_sockets
 from prfaas.testing.link import BendableLink, LinkShape
 from prfaas.testing.scripted_port import ScriptedEngine
 from prfaas.testing.waiting import eventually
@@ -173,20 +175,37 @@ async def test_an_idle_link_is_measured_by_pings_and_bursts(
     assert d.link("fra/p0").info().goodput_age_s < 5
 
 
-async def test_a_data_stream_goes_to_the_channel_with_the_fewest(
-    prefill_site: Any, decode_site: Any
+async def test_sockets_and_lanes_stay_the_same_over_a_thousand_small_transfers(
+    prefill_site: Any, decode_site: Any, tokens: Any
 ) -> None:
     p = await prefill_site()
     d = await decode_site({"fra/p0": p})
     await d.ready("fra/p0")
-    channels = d.link("fra/p0")._channels
-    with channels.stream(), channels.stream() as second:
-        assert channels.loads == (1, 1)
-        with channels.stream() as third:
-            assert channels.loads == (2, 1)
-            third.cancel()
-        second.cancel()
-    assert channels.loads == (0, 0)
+    before = sockets_to(p.port)
+
+    async def fetch(seed: int) -> None:
+        prompt = tokens(9, seed)
+        done = await d.engine.fetch(d.params("fra/p0"), prompt)
+        assert done.status == "staged"
+        assert d.engine.staged_is_right(done, prompt)
+        d.engine.release(done)
+
+    for first in range(0, 1000, 20):
+        await asyncio.gather(*(fetch(seed) for seed in range(first, first + 20)))
+    assert sockets_to(p.port) == before
+    assert len(before) == 1 + 2
+    assert d.agent.metrics.lanes_opened.labels("fra", "p0")._value.get() == 2
+    await d.clean(p)
+
+
+def sockets_to(port: int) -> set[tuple[str, int]]:
+    """Local ends of this process's connections to a port."""
+    found = find_sockets(f"ipv4:127.0.0.1:{port}")
+    assert not isinstance(found, Unavailable)
+    names = {sock.getsockname() for sock in found}
+    for sock in found:
+        sock.close()
+    return names
 
 
 async def test_pairing_in_progress_does_not_delay_a_fetch(

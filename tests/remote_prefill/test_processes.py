@@ -15,6 +15,7 @@ import pytest
 from prfaas.errors import PeerUnavailable
 from prfaas.testing.scripted_port import PrefillScript, ScriptedEngine
 from prfaas.testing.waiting import eventually
+from remote_prefill.lanes import LaneEvents
 from remote_prefill.peer_channels import PeerChannels
 
 PROGRAM = """
@@ -81,8 +82,8 @@ async def running_fetch(
     engine.script.stop_before = (1, 1)
     prompt = tokens(22)
     _, answer = d.engine.begin_fetch(d.params("fra/p0"), prompt)
-    await eventually(lambda: d.link("fra/p0")._sessions)
-    (machine,) = d.link("fra/p0")._sessions
+    await eventually(lambda: d.link("fra/p0").sessions)
+    (machine,) = d.link("fra/p0").sessions
     await eventually(lambda: machine.ledger.frames == 4)
     return d, engine, prompt, answer
 
@@ -142,8 +143,8 @@ async def test_a_stopped_process_is_a_progress_timeout_and_lives_on(
     d = await decode_site({"fra/p0": prefill.port}, limits={"progress_timeout_s": 0.5})
     await d.ready("fra/p0")
     _, answer = d.engine.begin_fetch(d.params("fra/p0"), tokens(22))
-    await eventually(lambda: d.link("fra/p0")._sessions)
-    (machine,) = d.link("fra/p0")._sessions
+    await eventually(lambda: d.link("fra/p0").sessions)
+    (machine,) = d.link("fra/p0").sessions
     await eventually(lambda: machine.ledger.frames >= 3)
     prefill.process.send_signal(signal.SIGSTOP)
     try:
@@ -196,7 +197,14 @@ async def test_nobody_there_is_peer_unavailable_at_once() -> None:
     from prfaas.dialling import Endpoint
     from prfaas.limits import Limits
 
-    channels = PeerChannels("fra/p0", Endpoint("127.0.0.1:1"), 2, Limits(), SYSTEM_CLOCK)
+    channels = PeerChannels(
+        "fra/p0",
+        Endpoint("127.0.0.1:1"),
+        2,
+        Limits(),
+        SYSTEM_CLOCK,
+        LaneEvents(lambda frames, nbytes: None, lambda: None, lambda error: None, lambda: None),
+    )
     try:
         with pytest.raises(PeerUnavailable, match="cannot connect"):
             await asyncio.wait_for(channels.connect(), 1)

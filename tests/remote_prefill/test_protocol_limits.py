@@ -8,17 +8,19 @@ from pathlib import Path
 
 import numpy as np
 
-from remote_prefill import admission, decode_agent, fetch, outbox, receiver, service, watch
+from prfaas import receive_session, send_session
+from remote_prefill import admission, decode_agent, fetch, served_link, service, watch
 from remote_prefill.numeric_probe import PROBE_TOKENS, probe_tokens
 
 PAGE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text()
 
 
 def test_message_sizes_and_queues() -> None:
-    assert (outbox.FIRST_MESSAGES, outbox.FIRST_MESSAGE_BYTES) == (4, 256 << 10)
-    assert outbox.MESSAGE_BYTES == 1 << 20
+    assert (send_session.FIRST_MESSAGES, send_session.FIRST_MESSAGE_BYTES) == (4, 256 << 10)
+    assert send_session.MESSAGE_BYTES == 1 << 20
     assert "first four messages, later messages | 256 KiB, 1 MiB" in PAGE
-    assert f"| {receiver.DECODE_QUEUE_MESSAGES} a session |" in PAGE
+    assert f"| broken frames in a row | {receive_session.CORRUPT_IN_A_ROW} |" in PAGE
+    assert f"| {served_link.MAX_LINKS}, {served_link.MAX_LANES} |" in PAGE
     assert f"| burst of `Ping` | {service.MAX_PROBE_BYTES >> 20} MiB |" in PAGE
     assert f"holds {watch.MAX_HASHES:,} hashes" in PAGE
 

@@ -27,101 +27,17 @@ from prfaas.errors import (
     UnknownModel,
 )
 from prfaas.frames import Frame, FrameFlag, FrameType, parse_all
-from prfaas.ledger import piece_digest
-from prfaas.placement import StagingMap
+from prfaas.receive_session import ReceiveState
 from prfaas.rpc import convert
 from prfaas.rpc.status import error_of
 from prfaas.rpc.v1 import prefill_pb2 as pb
-from prfaas.session_messages import SessionOpen
-from prfaas.sessions import ReceiveSession, ReceiveState
 from prfaas.testing.scripted_port import SCRIPTED_LAYOUT, PrefillScript, ScriptedEngine
 from prfaas.testing.waiting import eventually
 from remote_prefill.identity import handshake_of
-from remote_prefill.transport import SERVICE, TRANSFER
+from remote_prefill.transport import SERVICE, SESSION
 
 CODECS = default_codecs()
-
-
-class Client:
-    """A bare client of one Transfer stream, driving the receive machine."""
-
-    def __init__(self, site: Any, tokens: np.ndarray, *, session: int = 77, **changes: Any) -> None:
-        request = SessionOpen(
-            transfer_id="t",
-            model="scripted-model",
-            tokens=tokens.astype("<i4").tobytes(),
-            send_from=0,
-            salt="",
-            use_cache=True,
-            quality="exact",
-            codecs=CODECS.names,
-            deadline_s=20,
-            lease_s=10,
-            engine_epoch="epoch-1",
-        )
-        request = replace(request, **changes)
-        self.tokens = tokens
-        self.machine = ReceiveSession(
-            session=session,
-            epoch=1,
-            request=request,
-            layout=SCRIPTED_LAYOUT,
-            codecs=CODECS,
-            chunk_tokens=8,
-        )
-        nbytes = SCRIPTED_LAYOUT.session_bytes(request.send_from, max(len(tokens), 1))
-        self.staging = np.zeros(nbytes, dtype=np.uint8)
-        self.messages: list[int] = []
-        self.frames: list[Frame] = []
-        self.call = site.channel.stream_stream(TRANSFER)(timeout=20)
-
-    async def open(self) -> Client:
-        await self.call.write(self.machine.open().serialize())
-        return self
-
-    async def step(self) -> bool:
-        """Take one message; False at the end of the stream."""
-        data = await self.call.read()
-        if not isinstance(data, bytes):
-            return False
-        self.messages.append(len(data))
-        ledger = self.machine.ledger
-        staging = StagingMap(SCRIPTED_LAYOUT, ledger.start, ledger.end, 8, self.staging)
-        for frame in parse_all(data):
-            self.frames.append(frame)
-            arrival = self.machine.receive(frame)
-            if arrival is not None:
-                raw = np.empty(arrival.raw_bytes, dtype=np.uint8)
-                CODECS.by_id(arrival.codec).decode_into(memoryview(arrival.payload), raw, 2)
-                staging.scatter(arrival.piece, raw)
-                self.machine.decoded(arrival, piece_digest(raw.data))
-        return True
-
-    async def until(self, frame_type: FrameType) -> None:
-        while not any(f.type is frame_type for f in self.frames):
-            assert await self.step()
-
-    async def run(self) -> Client:
-        """Open and take everything. Raises what an ERROR frame carries."""
-        return await (await self.open()).rest()
-
-    async def rest(self) -> Client:
-        """Everything that still comes."""
-        async with asyncio.timeout(10):
-            more = True
-            while more:
-                more = await self.step()
-        return self
-
-    def staged_is_right(self, engine: ScriptedEngine) -> bool:
-        ledger = self.machine.ledger
-        for extent in SCRIPTED_LAYOUT.extents(ledger.start, ledger.watermark, 8):
-            kv = engine.kv(self.tokens, extent.group, extent.layer)
-            rows = kv[:, extent.span.start : extent.span.end]
-            found = self.staging[extent.offset : extent.offset + extent.nbytes]
-            if found.tobytes() != rows.tobytes():
-                return False
-        return True
+CREDIT = 1 << 22
 
 
 @pytest.mark.parametrize("send_from", [0, 5, 8, 20])
@@ -130,7 +46,7 @@ async def test_a_session_brings_exactly_what_the_engine_computed(
     prefill_site: Any, tokens: Any, send_from: int, ranks: Any
 ) -> None:
     site = await prefill_site(engine={"ranks": ranks, "script": PrefillScript(cached_tokens=8)})
-    client = await Client(site, tokens(21), send_from=send_from, salt="s").run()
+    client = await site.client(tokens(21), send_from=send_from, salt="s").run()
     assert client.machine.state is ReceiveState.COMPLETE
     assert client.staged_is_right(site.engine)
     start, prompt = site.engine.prefills[0]
@@ -146,7 +62,7 @@ async def test_a_session_brings_exactly_what_the_engine_computed(
 
 async def test_frames_leave_as_they_are_computed(prefill_site: Any, tokens: Any) -> None:
     site = await prefill_site(engine={"script": PrefillScript(stop_before=(1, 1))})
-    client = await Client(site, tokens(20)).open()
+    client = await site.client(tokens(20)).open()
     while client.machine.ledger.frames < 4:
         assert await client.step()
     assert client.machine.ledger.watermark == 8
@@ -161,7 +77,7 @@ async def test_frames_leave_as_they_are_computed(prefill_site: Any, tokens: Any)
 
 async def test_held_frames_come_after_the_prefill_has_ended(prefill_site: Any, tokens: Any) -> None:
     site = await prefill_site(engine={"script": PrefillScript(stop_before=(2, 2))})
-    client = await Client(site, tokens(20), hold_until_sealed=True).open()
+    client = await site.client(tokens(20), hold_until_sealed=True).open()
     await client.until(FrameType.ACCEPT)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(client.step())), 0.1)
@@ -176,7 +92,7 @@ async def test_held_frames_come_after_the_prefill_has_ended(prefill_site: Any, t
 
 async def test_many_sessions_share_a_small_ring(prefill_site: Any, tokens: Any) -> None:
     site = await prefill_site(ring_bytes=1024, codec_threads=2)
-    clients = [Client(site, tokens(50, seed), session=seed + 1) for seed in range(6)]
+    clients = [site.client(tokens(50, seed), session=seed + 1) for seed in range(6)]
     await asyncio.gather(*(client.run() for client in clients))
     assert all(c.machine.state is ReceiveState.COMPLETE for c in clients)
     assert all(c.staged_is_right(site.engine) for c in clients)
@@ -204,7 +120,7 @@ async def test_an_open_that_is_wrong_is_refused_and_costs_nothing(
     prefill_site: Any, tokens: Any, changes: dict[str, Any], error: type[PrfaasError], says: str
 ) -> None:
     site = await prefill_site()
-    client = Client(site, tokens(9))
+    client = site.client(tokens(9))
     client.machine.request = replace(client.machine.request, **changes)
     with pytest.raises(error, match=says):
         await client.run()
@@ -228,7 +144,7 @@ async def test_an_open_that_is_wrong_is_refused_and_costs_nothing(
 )
 async def test_garbage_instead_of_open_is_refused(prefill_site: Any, data: bytes) -> None:
     site = await prefill_site()
-    call = site.channel.stream_stream(TRANSFER)(timeout=5)
+    call = site.channel.stream_stream(SESSION)(timeout=5)
     await call.write(data)
     (frame,) = parse_all(await call.read())
     assert frame.type is FrameType.ERROR
@@ -248,7 +164,7 @@ async def test_garbage_bytes_on_the_port_crash_nothing(prefill_site: Any, tokens
         await asyncio.wait_for(reader.read(), 5)
         writer.close()
         await writer.wait_closed()
-    assert (await Client(site, tokens(9)).run()).machine.state is ReceiveState.COMPLETE
+    assert (await site.client(tokens(9)).run()).machine.state is ReceiveState.COMPLETE
     await site.clean()
 
 
@@ -257,12 +173,12 @@ async def test_without_an_engine_everything_is_refused_as_engine_unavailable(
 ) -> None:
     site = await prefill_site(engine=None)
     with pytest.raises(EngineUnavailable, match="no engine is connected"):
-        await Client(site, tokens(9)).run()
+        await site.client(tokens(9)).run()
     site.engine = ScriptedEngine(site.socket, roles=["decode"])
     try:
         await site.engine.start()
         with pytest.raises(EngineUnavailable, match="has no prefill"):
-            await Client(site, tokens(9)).run()
+            await site.client(tokens(9)).run()
     finally:
         await site.engine.close()
 
@@ -276,20 +192,20 @@ async def test_sessions_beyond_retention_queue_in_order_and_hear_their_place(
         retention_bytes=one,
         limits={"prefill_queue_sessions": 2, "progress_timeout_s": 0.06},
     )
-    first = await Client(site, tokens(16), session=1).open()
+    first = await site.client(tokens(16), session=1).open()
     await first.until(FrameType.KV)
-    second = await Client(site, tokens(16), session=2).open()
+    second = await site.client(tokens(16), session=2).open()
     await second.until(FrameType.ACCEPT)
-    third = await Client(site, tokens(16), session=3).open()
+    third = await site.client(tokens(16), session=3).open()
     await third.until(FrameType.ACCEPT)
     assert (second.machine.queue_position, third.machine.queue_position) == (1, 2)
     await third.step()  # told again while it waits
     assert third.machine.queue_position == 2
     with pytest.raises(Overloaded) as caught:
-        await Client(site, tokens(16), session=4).run()
+        await site.client(tokens(16), session=4).run()
     assert caught.value.retry_after_s is not None
     with pytest.raises(InvalidRequest, match="can never fit"):
-        await Client(site, tokens(17), session=5).run()
+        await site.client(tokens(17), session=5).run()
     assert len(site.engine.prefills) == 1
     site.engine.script.go.set()
     for client in (first, second, third):
@@ -307,9 +223,9 @@ async def test_the_feed_counts_what_waits_and_names_what_the_load_includes(
         retention_bytes=SCRIPTED_LAYOUT.session_bytes(0, 16),
     )
     feed = site.agent.feed
-    first = await Client(site, tokens(16), session=1, transfer_id="one").open()
+    first = await site.client(tokens(16), session=1, transfer_id="one").open()
     await first.until(FrameType.KV)
-    second = await Client(site, tokens(16), session=2, transfer_id="two").open()
+    second = await site.client(tokens(16), session=2, transfer_id="two").open()
     await second.until(FrameType.ACCEPT)
     assert not feed.active, "no Stats has come since the start"
 
@@ -335,38 +251,34 @@ async def test_the_feed_counts_what_waits_and_names_what_the_load_includes(
 async def test_more_sessions_than_the_limit_are_refused(prefill_site: Any, tokens: Any) -> None:
     script = PrefillScript(stop_before=(0, 1))
     site = await prefill_site(engine={"script": script}, limits={"agent_max_sessions": 1})
-    first = await Client(site, tokens(9), session=1).open()
+    first = await site.client(tokens(9), session=1).open()
     await first.until(FrameType.KV)
     with pytest.raises(Overloaded, match="1 sessions are open"):
-        await Client(site, tokens(9), session=2).run()
-    first.call.cancel()
+        await site.client(tokens(9), session=2).run()
+    await first.cancel()
     await site.clean()
 
 
 async def test_the_same_session_number_twice_is_refused(prefill_site: Any, tokens: Any) -> None:
     site = await prefill_site(engine={"script": PrefillScript(stop_before=(0, 1))})
-    first = await Client(site, tokens(9)).open()
+    first = await site.client(tokens(9)).open()
     await first.until(FrameType.KV)
     with pytest.raises(InvalidRequest, match="open already"):
-        await Client(site, tokens(9)).run()
+        await site.client(tokens(9)).run()
     site.engine.script.go.set()
     await first.rest()
     assert first.machine.state is ReceiveState.COMPLETE
 
 
-@pytest.mark.parametrize("how", ["frame", "close", "cancel", "rpc"])
+@pytest.mark.parametrize("how", ["frame", "rpc"])
 async def test_a_cancel_reaches_the_engine_and_frees_everything(
     prefill_site: Any, tokens: Any, how: str
 ) -> None:
     site = await prefill_site(engine={"script": PrefillScript(stop_before=(1, 1))})
-    client = await Client(site, tokens(20)).open()
+    client = await site.client(tokens(20)).open()
     await client.until(FrameType.KV)
     if how == "frame":
-        await client.call.write(client.machine.cancel().serialize())
-    elif how == "close":
-        await client.call.done_writing()
-    elif how == "cancel":
-        client.call.cancel()
+        await client.cancel()
     else:
         cancel = site.channel.unary_unary(f"/{SERVICE}/Cancel")
         request = pb.CancelRequest(sessions=[client.machine.session, 5]).SerializeToString()
@@ -374,8 +286,28 @@ async def test_a_cancel_reaches_the_engine_and_frees_everything(
     await site.clean()
     await eventually(lambda: site.engine.ended)
     assert site.engine.ended[0].status == "cancelled"
-    again = await Client(site, tokens(7), session=78).run()
+    again = await site.client(tokens(7), session=78).run()
     assert again.machine.state is ReceiveState.COMPLETE
+
+
+@pytest.mark.parametrize("how", ["close", "cancel"])
+async def test_a_stream_that_ends_leaves_the_session_to_its_lease(
+    prefill_site: Any, tokens: Any, how: str
+) -> None:
+    site = await prefill_site(
+        engine={"script": PrefillScript(stop_before=(1, 1))}, limits={"lease_s": 0.4}
+    )
+    client = await site.client(tokens(20)).open()
+    await client.until(FrameType.KV)
+    if how == "close":
+        await client.call.done_writing()
+    else:
+        client.call.cancel()
+    await asyncio.sleep(0.1)
+    assert len(site.agent.sessions) == 1
+    await site.clean()
+    await eventually(lambda: site.engine.ended)
+    assert site.engine.ended[0].status == "cancelled"
 
 
 async def test_a_cancel_while_queued_leaves_the_queue(prefill_site: Any, tokens: Any) -> None:
@@ -383,14 +315,14 @@ async def test_a_cancel_while_queued_leaves_the_queue(prefill_site: Any, tokens:
         engine={"script": PrefillScript(stop_before=(1, 0))},
         retention_bytes=SCRIPTED_LAYOUT.session_bytes(0, 16),
     )
-    first = await Client(site, tokens(16), session=1).open()
+    first = await site.client(tokens(16), session=1).open()
     await first.until(FrameType.KV)
-    second = await Client(site, tokens(16), session=2).open()
+    second = await site.client(tokens(16), session=2).open()
     await second.until(FrameType.ACCEPT)
     assert site.agent.retention.waiting == 1
-    second.call.cancel()
+    await second.cancel()
     await eventually(lambda: not site.agent.retention.waiting)
-    first.call.cancel()
+    await first.cancel()
     await site.clean()
     assert len(site.engine.prefills) == 1
 
@@ -401,11 +333,11 @@ async def test_a_silent_client_is_freed_when_its_lease_ends_and_acks_renew_it(
     site = await prefill_site(
         engine={"script": PrefillScript(stop_before=(1, 0))}, limits={"lease_s": 0.3}
     )
-    client = await Client(site, tokens(20), lease_s=60.0).open()
+    client = await site.client(tokens(20), lease_s=60.0).open()
     await client.until(FrameType.KV)
     for _ in range(4):
         await asyncio.sleep(0.15)
-        await client.call.write(client.machine.ack(0).serialize())
+        await client.ack()
     assert len(site.agent.sessions) == 1
     await site.clean()
     assert site.agent.metrics.sessions.labels("cancelled", "prefill_timeout")._value.get() == 1
@@ -414,7 +346,7 @@ async def test_a_silent_client_is_freed_when_its_lease_ends_and_acks_renew_it(
 async def test_the_deadline_ends_a_session_with_its_phase(prefill_site: Any, tokens: Any) -> None:
     site = await prefill_site(engine={"script": PrefillScript(stop_before=(1, 0))})
     with pytest.raises(PrefillTimeout) as caught:
-        await Client(site, tokens(20), deadline_s=0.1).run()
+        await site.client(tokens(20), deadline_s=0.1).run()
     assert caught.value.phase == "total"
     await site.clean()
 
@@ -426,9 +358,9 @@ async def test_an_engine_that_leaves_fails_running_and_queued_sessions_at_once(
         engine={"script": PrefillScript(stop_before=(1, 0))},
         retention_bytes=SCRIPTED_LAYOUT.session_bytes(0, 16),
     )
-    first = await Client(site, tokens(16), session=1).open()
+    first = await site.client(tokens(16), session=1).open()
     await first.until(FrameType.KV)
-    second = await Client(site, tokens(16), session=2).open()
+    second = await site.client(tokens(16), session=2).open()
     await second.until(FrameType.ACCEPT)
     await site.engine.close()
     for client in (first, second):
@@ -458,13 +390,13 @@ async def test_a_prefill_that_goes_wrong_is_told_by_its_class(
 ) -> None:
     site = await prefill_site(engine={"script": script})
     with pytest.raises(error, match=says):
-        await Client(site, tokens(20)).run()
+        await site.client(tokens(20)).run()
     await site.clean()
 
 
 async def test_garbage_within_a_session_ends_it(prefill_site: Any, tokens: Any) -> None:
     site = await prefill_site(engine={"script": PrefillScript(stop_before=(1, 0))})
-    client = await Client(site, tokens(20)).open()
+    client = await site.client(tokens(20)).open()
     await client.until(FrameType.KV)
     await client.call.write(b"garbage" * 20)
     with pytest.raises(ProtocolError, match="not a frame"):
@@ -552,11 +484,11 @@ async def test_health_and_reflection_answer_the_standard_tools(prefill_site: Any
 
 async def test_a_draining_service_finishes_and_refuses(prefill_site: Any, tokens: Any) -> None:
     site = await prefill_site(engine={"script": PrefillScript(stop_before=(1, 0))})
-    client = await Client(site, tokens(16)).open()
+    client = await site.client(tokens(16)).open()
     await client.until(FrameType.KV)
     site.agent.drain()
     with pytest.raises(PeerUnavailable, match="draining"):
-        await Client(site, tokens(16), session=2).run()
+        await site.client(tokens(16), session=2).run()
     site.engine.script.go.set()
     await client.rest()
     assert client.machine.state is ReceiveState.COMPLETE
@@ -565,7 +497,7 @@ async def test_a_draining_service_finishes_and_refuses(prefill_site: Any, tokens
 
 async def test_stopping_tells_running_sessions(prefill_site: Any, tokens: Any) -> None:
     site = await prefill_site(engine={"script": PrefillScript(stop_before=(1, 0))})
-    client = await Client(site, tokens(16)).open()
+    client = await site.client(tokens(16)).open()
     await client.until(FrameType.KV)
     stopping = asyncio.ensure_future(site.agent.stop_sessions())
     with pytest.raises(PeerUnavailable, match="shutting down"):

@@ -41,7 +41,7 @@ class Fingerprint(_message.Message):
     def __init__(self, wire_major: _Optional[int] = ..., model_identity: _Optional[str] = ..., config_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[_Union[LayerGroup, _Mapping]]] = ...) -> None: ...
 
 class HandshakeRequest(_message.Message):
-    __slots__ = ("client", "model", "wire_major", "wire_minor", "features", "fingerprint", "codecs")
+    __slots__ = ("client", "model", "wire_major", "wire_minor", "features", "fingerprint", "codecs", "link")
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WIRE_MAJOR_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class HandshakeRequest(_message.Message):
     FEATURES_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
     client: str
     model: str
     wire_major: int
@@ -56,10 +57,11 @@ class HandshakeRequest(_message.Message):
     features: int
     fingerprint: Fingerprint
     codecs: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, client: _Optional[str] = ..., model: _Optional[str] = ..., wire_major: _Optional[int] = ..., wire_minor: _Optional[int] = ..., features: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ...) -> None: ...
+    link: bytes
+    def __init__(self, client: _Optional[str] = ..., model: _Optional[str] = ..., wire_major: _Optional[int] = ..., wire_minor: _Optional[int] = ..., features: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ..., link: _Optional[bytes] = ...) -> None: ...
 
 class HandshakeReply(_message.Message):
-    __slots__ = ("server", "model", "wire_major", "wire_minor", "features", "fingerprint", "codecs", "chunk_tokens", "max_tokens", "instance", "engine_epoch", "paced")
+    __slots__ = ("server", "model", "wire_major", "wire_minor", "features", "fingerprint", "codecs", "chunk_tokens", "max_tokens", "instance", "engine_epoch", "paced", "link")
     SERVER_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     WIRE_MAJOR_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +74,7 @@ class HandshakeReply(_message.Message):
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     PACED_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
     server: str
     model: str
     wire_major: int
@@ -84,10 +87,11 @@ class HandshakeReply(_message.Message):
     instance: str
     engine_epoch: str
     paced: bool
-    def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., wire_major: _Optional[int] = ..., wire_minor: _Optional[int] = ..., features: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ..., chunk_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., instance: _Optional[str] = ..., engine_epoch: _Optional[str] = ..., paced: bool = ...) -> None: ...
+    link: bytes
+    def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., wire_major: _Optional[int] = ..., wire_minor: _Optional[int] = ..., features: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ..., chunk_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., instance: _Optional[str] = ..., engine_epoch: _Optional[str] = ..., paced: bool = ..., link: _Optional[bytes] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("transfer_id", "model", "tokens", "send_from", "salt", "use_cache", "quality", "codecs", "deadline_s", "lease_s", "hold_until_sealed", "engine_epoch", "tenant")
+    __slots__ = ("transfer_id", "model", "tokens", "send_from", "salt", "use_cache", "quality", "codecs", "deadline_s", "lease_s", "hold_until_sealed", "engine_epoch", "tenant", "link", "credit_bytes")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -101,6 +105,8 @@ class SessionOpen(_message.Message):
     HOLD_UNTIL_SEALED_FIELD_NUMBER: _ClassVar[int]
     ENGINE_EPOCH_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     model: str
     tokens: bytes
@@ -114,17 +120,37 @@ class SessionOpen(_message.Message):
     hold_until_sealed: bool
     engine_epoch: str
     tenant: str
-    def __init__(self, transfer_id: _Optional[str] = ..., model: _Optional[str] = ..., tokens: _Optional[bytes] = ..., send_from: _Optional[int] = ..., salt: _Optional[str] = ..., use_cache: bool = ..., quality: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., hold_until_sealed: bool = ..., engine_epoch: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
+    link: bytes
+    credit_bytes: int
+    def __init__(self, transfer_id: _Optional[str] = ..., model: _Optional[str] = ..., tokens: _Optional[bytes] = ..., send_from: _Optional[int] = ..., salt: _Optional[str] = ..., use_cache: bool = ..., quality: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., hold_until_sealed: bool = ..., engine_epoch: _Optional[str] = ..., tenant: _Optional[str] = ..., link: _Optional[bytes] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
+
+class SessionResume(_message.Message):
+    __slots__ = ("link", "ack")
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    link: bytes
+    ack: SessionAck
+    def __init__(self, link: _Optional[bytes] = ..., ack: _Optional[_Union[SessionAck, _Mapping]] = ...) -> None: ...
+
+class LaneAttach(_message.Message):
+    __slots__ = ("link", "lane")
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
+    link: bytes
+    lane: int
+    def __init__(self, link: _Optional[bytes] = ..., lane: _Optional[int] = ...) -> None: ...
 
 class SessionAccept(_message.Message):
-    __slots__ = ("chunk_tokens", "queue_position", "retained_bytes")
+    __slots__ = ("chunk_tokens", "queue_position", "retained_bytes", "lease_s")
     CHUNK_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_POSITION_FIELD_NUMBER: _ClassVar[int]
     RETAINED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LEASE_S_FIELD_NUMBER: _ClassVar[int]
     chunk_tokens: int
     queue_position: int
     retained_bytes: int
-    def __init__(self, chunk_tokens: _Optional[int] = ..., queue_position: _Optional[int] = ..., retained_bytes: _Optional[int] = ...) -> None: ...
+    lease_s: float
+    def __init__(self, chunk_tokens: _Optional[int] = ..., queue_position: _Optional[int] = ..., retained_bytes: _Optional[int] = ..., lease_s: _Optional[float] = ...) -> None: ...
 
 class SessionSeal(_message.Message):
     __slots__ = ("frames", "raw_bytes", "wire_bytes", "root_digest", "cached_tokens", "computed_tokens", "queue_s", "compute_s", "wire_bytes_before_last_layer", "last_layer_s")
@@ -151,30 +177,42 @@ class SessionSeal(_message.Message):
     def __init__(self, frames: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., root_digest: _Optional[bytes] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., wire_bytes_before_last_layer: _Optional[int] = ..., last_layer_s: _Optional[float] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
-    __slots__ = ("kind", "message", "field", "phase", "retry_after_s", "param")
+    __slots__ = ("kind", "message", "field", "phase", "retry_after_s", "param", "frames")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     PARAM_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     message: str
     field: str
     phase: str
     retry_after_s: float
     param: str
-    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., phase: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., param: _Optional[str] = ...) -> None: ...
+    frames: int
+    def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., phase: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., param: _Optional[str] = ..., frames: _Optional[int] = ...) -> None: ...
 
 class SessionAck(_message.Message):
-    __slots__ = ("frames", "wire_bytes", "receive_bytes_per_s")
-    FRAMES_FIELD_NUMBER: _ClassVar[int]
-    WIRE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("next_sequence", "verified", "held", "missing", "credit_bytes", "lanes", "lanes_opened", "receive_bytes_per_s")
+    NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FIELD_NUMBER: _ClassVar[int]
+    CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LANES_FIELD_NUMBER: _ClassVar[int]
+    LANES_OPENED_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
-    frames: int
-    wire_bytes: int
+    next_sequence: int
+    verified: _containers.RepeatedScalarFieldContainer[int]
+    held: _containers.RepeatedScalarFieldContainer[int]
+    missing: _containers.RepeatedScalarFieldContainer[int]
+    credit_bytes: int
+    lanes: _containers.RepeatedScalarFieldContainer[int]
+    lanes_opened: int
     receive_bytes_per_s: float
-    def __init__(self, frames: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., receive_bytes_per_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, next_sequence: _Optional[int] = ..., verified: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[int]] = ..., credit_bytes: _Optional[int] = ..., lanes: _Optional[_Iterable[int]] = ..., lanes_opened: _Optional[int] = ..., receive_bytes_per_s: _Optional[float] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("sessions",)

@@ -40,8 +40,13 @@ class PrefillStub(object):
                 request_serializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.HandshakeRequest.SerializeToString,
                 response_deserializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.HandshakeReply.FromString,
                 _registered_method=True)
-        self.Transfer = channel.stream_stream(
-                '/prfaas.rpc.v1.Prefill/Transfer',
+        self.Session = channel.stream_stream(
+                '/prfaas.rpc.v1.Prefill/Session',
+                request_serializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.SerializeToString,
+                response_deserializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.FromString,
+                _registered_method=True)
+        self.Data = channel.stream_stream(
+                '/prfaas.rpc.v1.Prefill/Data',
                 request_serializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.SerializeToString,
                 response_deserializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.FromString,
                 _registered_method=True)
@@ -68,8 +73,15 @@ class PrefillServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Transfer(self, request_iterator, context):
-        """One session: up OPEN, ACK, CANCEL frames; down ACCEPT, KV, SEAL, ERROR frames.
+    def Session(self, request_iterator, context):
+        """One session's control: up OPEN or RESUME, then ACK and CANCEL frames; down ACCEPT, SEAL and ERROR frames.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Data(self, request_iterator, context):
+        """A lane: up one ATTACH frame; down the same, then KV frames of any session of the link, for as long as it holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,8 +109,13 @@ def add_PrefillServicer_to_server(servicer, server):
                     request_deserializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.HandshakeRequest.FromString,
                     response_serializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.HandshakeReply.SerializeToString,
             ),
-            'Transfer': grpc.stream_stream_rpc_method_handler(
-                    servicer.Transfer,
+            'Session': grpc.stream_stream_rpc_method_handler(
+                    servicer.Session,
+                    request_deserializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.FromString,
+                    response_serializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.SerializeToString,
+            ),
+            'Data': grpc.stream_stream_rpc_method_handler(
+                    servicer.Data,
                     request_deserializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.FromString,
                     response_serializer=prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.SerializeToString,
             ),
@@ -152,7 +169,7 @@ class Prefill(object):
             _registered_method=True)
 
     @staticmethod
-    def Transfer(request_iterator,
+    def Session(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -165,7 +182,34 @@ class Prefill(object):
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/prfaas.rpc.v1.Prefill/Transfer',
+            '/prfaas.rpc.v1.Prefill/Session',
+            prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.SerializeToString,
+            prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Data(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/prfaas.rpc.v1.Prefill/Data',
             prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.SerializeToString,
             prfaas_dot_rpc_dot_v1_dot_prefill__pb2.FrameBytes.FromString,
             options,

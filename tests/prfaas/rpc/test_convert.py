@@ -131,10 +131,10 @@ SEAL = SessionSeal(
 def test_control_payloads_come_out_equal() -> None:
     assert convert.open_from_bytes(convert.open_to_bytes(OPEN)) == OPEN
     assert OPEN.token_count == 2
-    accept = SessionAccept(256, 3, 4)
+    accept = SessionAccept(256, 3, 4, 5.5)
     assert convert.accept_from_bytes(convert.accept_to_bytes(accept)) == accept
     assert convert.seal_from_bytes(convert.seal_to_bytes(SEAL)) == SEAL
-    ack = SessionAck(1, 2, 3.5)
+    ack = SessionAck(1, ((2, 4), (7, 8)), ((5, 6),), (4,), 9, (0, 1), 2, 3.0)
     assert convert.ack_from_bytes(convert.ack_to_bytes(ack)) == ack
 
 
