@@ -12,7 +12,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALL_INPUTS := pyproject.toml prfaas_connect/pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev run test test-real lint format bench bench-gpu docs proto clean
+.PHONY: help venv venv-dev run test test-real lint format bench bench-gpu soak docs proto clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -57,6 +57,9 @@ bench: venv ## make bench NAME=ttft [QUICK=1]
 
 bench-gpu: ## Engine and pair on CUDA tensors; without a GPU it says so
 	@bench/gpu.sh
+
+soak: venv-dev ## Random faults under load: make soak ARGS="--minutes 10 --seed 1"
+	@$(BIN)/python -m scripts.soak $(ARGS)
 
 docs: venv ## Write the generated pages and tables anew
 	@$(BIN)/python -m scripts.gen_docs

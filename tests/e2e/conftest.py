@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,22 +80,7 @@ def slow(slow_one: RunningStack) -> RunningStack:
 
 @pytest.fixture(scope="session")
 def tiny_gap(tiny_model_dir: Path) -> TopTwoGap:
-    """Top-2 logit gap of the tiny model after any tokens, in fp32, computed in one go."""
-    import torch
+    """Top-2 logit gap of the tiny model after any tokens."""
+    from local_engine.testing_gap import top_two_gap
 
-    from local_engine.loader import load_model
-    from local_engine.models.base import ForwardBatch
-    from prfaas.testing.contiguous_kv import ContiguousKv, Span
-
-    loaded = load_model(tiny_model_dir, torch.float32, torch.device("cpu"))
-
-    def gap(tokens: Sequence[int]) -> float:
-        kv = ContiguousKv()
-        kv.begin([Span(0, 0, len(tokens))])
-        ids = torch.tensor(tokens, dtype=torch.int64)
-        batch = ForwardBatch(ids, torch.arange(len(tokens)), ())
-        hidden = loaded.model.forward(batch, kv)
-        best = torch.topk(loaded.model.logits(hidden[-1:])[0], 2).values
-        return float(best[0] - best[1])
-
-    return gap
+    return top_two_gap(tiny_model_dir)

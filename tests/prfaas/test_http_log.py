@@ -18,8 +18,12 @@ async def serving() -> AsyncIterator[int]:
     async def fail(request: web.Request) -> web.Response:
         raise ValueError("a bug")
 
+    async def lose(request: web.Request) -> web.Response:
+        raise ConnectionResetError("cannot write to a closing transport")
+
     app = web.Application()
     app.router.add_get("/", fail)
+    app.router.add_get("/gone", lose)
     runner = web.AppRunner(app, access_log=None, logger=server_logger())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -53,6 +57,14 @@ async def test_malformed_requests_are_a_line_at_info(
     (record,) = [r for r in caplog.records if r.name == "prfaas.http"]
     assert (record.levelno, record.exc_info) == (logging.INFO, None)
     assert len(record.getMessage()) < 200
+
+
+async def test_a_client_that_has_left_is_a_line_too(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as port:
+        with caplog.at_level(logging.DEBUG, "prfaas.http"):
+            await send(port, b"GET /gone HTTP/1.1\r\nhost: x\r\n\r\n")
+    (record,) = [r for r in caplog.records if r.name == "prfaas.http"]
+    assert (record.levelno, record.exc_info) == (logging.INFO, None)
 
 
 async def test_an_error_of_a_handler_keeps_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
