@@ -204,7 +204,10 @@ class _ResponseSink:
         self.response.headers[REQUEST_ID_HEADER] = self._request_id
         self.response.headers["cache-control"] = "no-cache"
         self.response.headers["x-accel-buffering"] = "no"
-        await self.response.prepare(self._request)
+        try:
+            await self.response.prepare(self._request)
+        except ConnectionError as exc:
+            raise Cancelled("the client went away") from exc
 
     async def write(self, data: bytes) -> None:
         try:

@@ -1,13 +1,17 @@
 """One request from end to end on real sockets: decided, signed, relayed, recorded."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import threading
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
 
+from gateway import handlers
 from prfaas.hashing import block_chain, cache_salt
 from prfaas.snapshot import Outcome
 from prfaas.testing.gateway_setup import (
@@ -476,6 +480,29 @@ async def test_a_client_that_leaves_stops_the_engine(cluster: Any, script: Scrip
     record = cluster.gateway.records.get("leaver")
     await until(lambda: record.status, "the record to end")
     assert (record.status, record.error) == ("499", "cancelled")
+
+
+async def test_a_client_that_leaves_at_the_very_commit_is_no_error_of_ours(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Gone(web.StreamResponse):
+        async def prepare(self, request: web.BaseRequest) -> None:
+            raise ConnectionResetError("cannot write to a closing transport")
+
+    make = handlers._ResponseSink.__init__
+
+    def with_gone(sink: Any, *args: Any) -> None:
+        make(sink, *args)
+        sink.response = Gone()
+
+    monkeypatch.setattr(handlers._ResponseSink, "__init__", with_gone)
+    body = completion(stream=True)
+    with contextlib.suppress(aiohttp.ClientError):
+        await cluster.post(body, x_request_id="leaver")
+    record = cluster.gateway.records.get("leaver")
+    await until(lambda: record.status, "the record to end")
+    assert (record.status, record.error) == ("499", "cancelled")
+    assert "internal error" not in caplog.text
 
 
 async def test_a_client_that_leaves_while_it_is_decided_sends_nothing(make_cluster: Any) -> None:
