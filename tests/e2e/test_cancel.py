@@ -101,9 +101,7 @@ def test_a_client_that_leaves_stops_the_work_on_both_sides(
                 time.sleep(0.02)
             slow.signal("p-engine", signal.SIGCONT)
         wait_nothing_held(slow, STOPPED_WITHIN_S)
-        prompt = make_prompt(150, f"{phase.__name__}/{reset}")
-        outcome = asker.outcome(prompt)
-        assert (outcome["status"], outcome["reason"]) == ("staged", "")
+        is_recovered(slow, asker, f"{phase.__name__}/{reset}")
 
 
 def test_counts_are_back_after_hundreds_of_clients_that_left(slow: RunningStack) -> None:
