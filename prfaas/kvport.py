@@ -102,6 +102,11 @@ class EngineConn:
             self.closed = True
             self._writer.close()
 
+    async def wait_closed(self) -> None:
+        """Until the socket is gone; how it broke is no news any more."""
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
 
 class PortServer:
     """Listens at `path` for one engine at a time and runs `on_engine` for its life; `close` ends
@@ -205,10 +210,13 @@ class PortServer:
         self._current = conn
         try:
             await self._on_engine(conn)
+        except PortClosed as exc:
+            log.info("kvport: %s", exc)
         finally:
             conn.close()
             if self._current is conn:
                 self._current = None
+            await conn.wait_closed()
 
     async def _handshake(self, client: socket.socket) -> EngineConn:
         _require_same_user(client)

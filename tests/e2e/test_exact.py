@@ -127,8 +127,10 @@ def test_a_prompt_seen_before_is_not_shipped_again(always_remote_fp32: RunningSt
     second = remote(stack, prompt, "again")
     assert second.token_ids == first.token_ids
     assert second.cached_tokens == 5 * D_BLOCK
-    record = stack.record(second.request_id)
-    assert record["decision"]["target"] == "local" or record["outcome"]["raw_bytes"] == 0
+    # The feed may be behind, and the gateway then plans a transfer that D finds it does not need:
+    # it asks its agent for nothing, so there is no outcome either.
+    record = stack.get(f"{stack.stack.gateway_url}/prfaas/requests/{second.request_id}")
+    assert record["outcome"] is None or record["outcome"]["raw_bytes"] == 0
 
 
 def test_tenants_with_other_salts_share_nothing(always_remote_fp32: RunningStack) -> None:
