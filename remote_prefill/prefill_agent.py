@@ -22,7 +22,7 @@ from prfaas.errors import (
     UnknownModel,
 )
 from prfaas.frames import Frame
-from prfaas.kvport import EngineConn
+from prfaas.kvport import EngineConn, PortClosed
 from prfaas.limits import Limits
 from prfaas.rpc import convert
 from prfaas.send_session import SendSession, SendState
@@ -115,8 +115,12 @@ class PrefillAgent:
         log.info("engine connected engine=%r model=%r", conn.hello.engine, conn.hello.model)
         try:
             async for message, _ in conn:
-                self._on_message(conn, hub, message)
+                try:
+                    self._on_message(conn, hub, message)
+                except PortClosed:
+                    break
         finally:
+            conn.close()
             hub.close()
             if self._conn is conn:
                 self._conn = self._hub = None
