@@ -329,6 +329,7 @@ class ReceiveSession:
             lanes=tuple(lanes),
             lanes_opened=lanes_opened,
             receive_bytes_per_s=rate,
+            sealed=self.seal is not None,
         )
 
     def _control(self, kind: FrameType, payload: bytes) -> Frame:

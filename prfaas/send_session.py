@@ -96,6 +96,7 @@ class SendSession:
         self._on_lane: dict[int, dict[int, None]] = {}
         self._next = 0
         self._cut_bytes = 0
+        self._seal_known = False
 
     def __repr__(self) -> str:
         return f"<SendSession {self.session:x} e={self.epoch} {self.state.name} {self.ledger!r}>"
@@ -215,6 +216,7 @@ class SendSession:
                         self._send_again(sequence)
         self.credit_bytes = ack.credit_bytes
         self.receive_bytes_per_s = ack.receive_bytes_per_s
+        self._seal_known = self._seal_known or ack.sealed
         self._settle()
 
     def lane_lost(self, lane: int) -> None:
@@ -365,7 +367,7 @@ class SendSession:
         self.retained_bytes -= len(kept.frame.payload)
 
     def _settle(self) -> None:
-        if self.state is SendState.SEALED and not self._retained:
+        if self.state is SendState.SEALED and self._seal_known and not self._retained:
             self._end(SendState.COMPLETE)
         elif self.state is SendState.FAILING and not self._queue and not self._resend:
             self._end(SendState.FAILED)

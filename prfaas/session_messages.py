@@ -126,6 +126,8 @@ class SessionAck:
     lanes: tuple[int, ...] = ()
     lanes_opened: int = 0
     receive_bytes_per_s: float = 0.0
+    sealed: bool = False
+    """SEAL has come: only then may the sender forget the session."""
 
 
 @dataclass(frozen=True, slots=True)

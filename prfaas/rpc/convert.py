@@ -329,6 +329,7 @@ def _ack_to_pb(value: SessionAck) -> pb.SessionAck:
         lanes=value.lanes,
         lanes_opened=value.lanes_opened,
         receive_bytes_per_s=value.receive_bytes_per_s,
+        sealed=value.sealed,
     )
 
 
@@ -344,6 +345,7 @@ def _ack_from_pb(message: pb.SessionAck) -> SessionAck:
         lanes=tuple(message.lanes),
         lanes_opened=message.lanes_opened,
         receive_bytes_per_s=message.receive_bytes_per_s,
+        sealed=message.sealed,
     )
 
 

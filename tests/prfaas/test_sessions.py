@@ -550,3 +550,16 @@ def test_flags_and_states_are_visible() -> None:
     pair.send.cancel()
     with pytest.raises(ProtocolError, match=r"CANCELLED .* is not PREFILLING"):
         pair.send.seal(PrefillReport())
+
+
+def test_a_sealed_session_is_kept_until_the_seal_was_heard() -> None:
+    pair = Pair.make()
+    for piece in pair.pieces():
+        pair.pass_on(pair.frame(piece))
+    seal = pair.send.seal(PrefillReport())  # and the control stream breaks
+    (resume,) = parse_all(pair.receive.resume((0,), 1).serialize())
+    pair.send.receive(resume)
+    assert (pair.send.state, pair.send.retained_bytes) == (SendState.SEALED, 0)
+    pair.deliver(seal)
+    pair.ack()
+    assert pair.send.state is SendState.COMPLETE

@@ -195,7 +195,7 @@ class ErrorDetail(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., phase: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., param: _Optional[str] = ..., frames: _Optional[int] = ...) -> None: ...
 
 class SessionAck(_message.Message):
-    __slots__ = ("next_sequence", "verified", "held", "missing", "credit_bytes", "lanes", "lanes_opened", "receive_bytes_per_s")
+    __slots__ = ("next_sequence", "verified", "held", "missing", "credit_bytes", "lanes", "lanes_opened", "receive_bytes_per_s", "sealed")
     NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,7 @@ class SessionAck(_message.Message):
     LANES_FIELD_NUMBER: _ClassVar[int]
     LANES_OPENED_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    SEALED_FIELD_NUMBER: _ClassVar[int]
     next_sequence: int
     verified: _containers.RepeatedScalarFieldContainer[int]
     held: _containers.RepeatedScalarFieldContainer[int]
@@ -212,7 +213,8 @@ class SessionAck(_message.Message):
     lanes: _containers.RepeatedScalarFieldContainer[int]
     lanes_opened: int
     receive_bytes_per_s: float
-    def __init__(self, next_sequence: _Optional[int] = ..., verified: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[int]] = ..., credit_bytes: _Optional[int] = ..., lanes: _Optional[_Iterable[int]] = ..., lanes_opened: _Optional[int] = ..., receive_bytes_per_s: _Optional[float] = ...) -> None: ...
+    sealed: bool
+    def __init__(self, next_sequence: _Optional[int] = ..., verified: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[int]] = ..., credit_bytes: _Optional[int] = ..., lanes: _Optional[_Iterable[int]] = ..., lanes_opened: _Optional[int] = ..., receive_bytes_per_s: _Optional[float] = ..., sealed: bool = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("sessions",)
