@@ -129,12 +129,21 @@ def set_congestion(sock: socket.socket, name: str) -> Congestion | Unavailable:
             reason = f"{name} is not in net.ipv4.tcp_allowed_congestion_control"
         else:
             reason = f"{name}: {exc.strerror}"
+    found = read_congestion(sock)
+    if isinstance(found, Unavailable) or found.in_use == name:
+        return found
+    return Congestion(found.in_use, reason)
+
+
+def read_congestion(sock: socket.socket) -> Congestion | Unavailable:
+    """The congestion control in use."""
+    if sys.platform != "linux":
+        return Unavailable(f"congestion control is read on Linux only, not on {sys.platform}")
     try:
         raw = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _MAX_NAME_BYTES)
     except OSError as exc:
         return Unavailable(f"TCP_CONGESTION: {exc.strerror}")
-    in_use = raw.split(b"\0", 1)[0].decode("ascii", "replace")
-    return Congestion(in_use, "" if in_use == name else reason)
+    return Congestion(raw.split(b"\0", 1)[0].decode("ascii", "replace"), "")
 
 
 def bound_unsent(sock: socket.socket, nbytes: int) -> int | Unavailable:

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    start_http_server,
+)
 
 from prfaas.errors import ConfigError
 
@@ -49,6 +56,11 @@ class PrefillMetrics:
         self.resumes = Counter(
             "prfaas_prefill_resumes",
             "Sessions that went on over another control stream.",
+            registry=registry,
+        )
+        self.congestion = Info(
+            "prfaas_prefill_congestion",
+            "TCP congestion control of accepted connections, read back.",
             registry=registry,
         )
         self.certificate_end = Gauge(

@@ -27,6 +27,7 @@ from remote_prefill.transport import (
     gates,
     keep_queues_short,
     server_options,
+    use_congestion,
 )
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ class PrefillServer:
         await self._port_server.start()
         await self._server.start()
         keep_queues_short(port)
+        congestion = use_congestion(port, self._settings.congestion)
+        self.agent.metrics.congestion.info({"in_use": congestion})
         await self._health.start()
         log.info("prefill service listens on %s:%d", self._settings.host, port)
         return port

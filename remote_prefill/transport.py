@@ -11,7 +11,13 @@ from prfaas.errors import ConfigError
 from prfaas.frames import DEFAULT_FRAME_LIMITS, HEADER_BYTES
 from prfaas.limits import Limits
 from prfaas.settings import TlsSettings
-from prfaas.tcp_info import Unavailable, bound_unsent, find_listeners
+from prfaas.tcp_info import (
+    Unavailable,
+    bound_unsent,
+    find_listeners,
+    read_congestion,
+    set_congestion,
+)
 from prfaas.tls import PeerGate, server_credentials
 from prfaas.tls_files import TlsFiles
 
@@ -107,6 +113,27 @@ def bind(server: grpc.aio.Server, host: str, port: int, files: TlsFiles | None =
     if not bound:
         raise ConfigError(f"cannot listen on {where}")
     return int(bound)
+
+
+def use_congestion(port: int, name: str) -> str:
+    """Congestion control of each connection that the server on `port` will accept: the one in use,
+    read back; empty where it cannot be known. An empty `name` leaves the system's.
+    """
+    listeners = find_listeners(port)
+    if isinstance(listeners, Unavailable):
+        log.info("congestion control is the system's own: %s", listeners.reason)
+        return ""
+    in_use = ""
+    for sock in listeners:
+        with sock:
+            done = set_congestion(sock, name) if name else read_congestion(sock)
+        if isinstance(done, Unavailable):
+            log.info("congestion control is the system's own: %s", done.reason)
+            continue
+        in_use = done.in_use
+        if done.reason:
+            log.warning("congestion control is %s: %s", in_use, done.reason)
+    return in_use
 
 
 def keep_queues_short(port: int) -> None:

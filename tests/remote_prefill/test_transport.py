@@ -11,7 +11,7 @@ import pytest
 from prfaas.errors import ConfigError
 from prfaas.frames import DEFAULT_FRAME_LIMITS
 from prfaas.limits import Limits
-from prfaas.tcp_info import find_socket, find_sockets
+from prfaas.tcp_info import Congestion, find_socket, find_sockets, read_congestion
 from remote_prefill.transport import (
     UNSENT_BYTES,
     WATCH_REQUEST_BYTES,
@@ -20,6 +20,7 @@ from remote_prefill.transport import (
     control_bytes,
     keep_queues_short,
     server_options,
+    use_congestion,
 )
 
 
@@ -42,6 +43,30 @@ async def test_a_port_that_is_taken_is_a_config_error() -> None:
             bind(server, "127.0.0.1", port)
         assert bind(server, "127.0.0.1", 0) > 0
         await server.stop(None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_CONGESTION is Linux's")
+async def test_congestion_control_is_set_and_read_back() -> None:
+    server = grpc.aio.server(options=server_options(WATCH_REQUEST_BYTES))
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    system = use_congestion(port, "")
+    assert system
+    assert use_congestion(port, "no-such-control") == system
+    assert use_congestion(port, "reno") == "reno"
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        await channel.channel_ready()
+        found = find_sockets(f"ipv4:127.0.0.1:{port}")
+        assert isinstance(found, list)
+        for ours in found:
+            with ours:
+                host, mine = ours.getsockname()[:2]
+            accepted = find_socket(f"ipv4:{host}:{mine}")
+            assert isinstance(accepted, socket.socket)
+            with accepted:
+                assert read_congestion(accepted) == Congestion("reno", "")
+        assert found
+    await server.stop(None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="TCP_NOTSENT_LOWAT is Linux's")
