@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from gateway.prefix_index import ExactPrefixIndex
 from gateway.sent import SentLedger
@@ -147,10 +147,13 @@ class ClusterView:
             unshown = self.sent.unshown(name)
             load = EngineLoad(sent_tokens=unshown.tokens, sent_requests=unshown.requests)
             return LocalEngine(name, load, UNKNOWN_CURVE, 0, offload_ready=False)
-        info = feed.engine
+        info, load = feed.engine, self._load(feed, now)
+        if not feed.connected:
+            # Beside us, so its agent is gone: what would be sent to it now, nobody fetches.
+            load = replace(load, age_s=NEVER)
         return LocalEngine(
             name=name,
-            load=self._load(feed, now),
+            load=load,
             curve=curve_of(info),
             matched_tokens=self._matched(feed, chains),
             free_staging_bytes=max(0, info.free_staging_bytes - self.sent.raw_bytes()),

@@ -167,6 +167,15 @@ def test_a_lost_feed_loses_its_index_at_once(view: ClusterView) -> None:
     assert view.feeds[ENGINE].reconnects == 1
 
 
+def test_nothing_is_offloaded_once_the_agent_beside_the_engine_is_gone(view: ClusterView) -> None:
+    """Whatever the policy: the age of its load says so, before it has run out."""
+    assert snap(view).local.load.age_s == 0
+    view.disconnected(ENGINE)
+    assert snap(view).local.load.age_s == NEVER
+    view.update(ENGINE, full(d_engine(), link()))
+    assert snap(view).local.load.age_s == 0
+
+
 def test_what_was_sent_counts_until_the_feeds_show_it(
     view: ClusterView, clock: ManualClock
 ) -> None:
