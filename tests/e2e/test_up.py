@@ -66,8 +66,10 @@ def test_once_shows_both_paths_and_a_burst_on_the_real_model(
     del demo_model_path  # fetched before the clock starts
     # It ends with 1 where nothing was offloaded, also when a machine that others use was so uneven
     # that local really was faster. A second try tells that from a fault.
-    for _attempt in range(2):
-        with running_up(tmp_path, "--once") as process:
+    for attempt in range(2):
+        directory = tmp_path / str(attempt)  # a failed try leaves its logs
+        directory.mkdir()
+        with running_up(directory, "--once") as process:
             text, _ = process.communicate(timeout=280)
         if process.returncode == 0:
             break
@@ -80,7 +82,7 @@ def test_once_shows_both_paths_and_a_burst_on_the_real_model(
     assert re.search(r"hidden behind prefill\s*│\s*[\d.]+% of the transfer", text), text
     assert "ITL of the running chats, P99" in text
     assert re.search(r"long prompts prefilled at P\s*│\s*0 of 4\s*│\s*[1-4] of 4", text), text
-    assert list(tmp_path.iterdir()) == []
+    assert list(directory.iterdir()) == []
 
 
 @pytest.mark.timeout(120)
