@@ -81,7 +81,7 @@ def test_once_shows_both_paths_and_a_burst_on_the_real_model(
         assert part in text[long_:], text
     assert re.search(r"hidden behind prefill\s*│\s*[\d.]+% of the transfer", text), text
     assert "ITL of the running chats, P99" in text
-    assert re.search(r"long prompts prefilled at P\s*│\s*0 of 4\s*│\s*[1-4] of 4", text), text
+    assert re.search(r"long prompts prefilled at P\s*│\s*0 of 6\s*│\s*[1-6] of 6", text), text
     assert list(directory.iterdir()) == []
 
 
