@@ -1,5 +1,5 @@
 """Agent side of KvPort: one engine at a time, control over a unix socket, KV bytes in anonymous
-shared memory.
+shared memory. An engine of several processes connects once and then joins the others.
 
 The segments are memfds handed over with SCM_RIGHTS: they have no name, so nothing is left behind
 when a process is killed, and a new connection gets new ones, so a late write never reaches another
@@ -15,17 +15,18 @@ import mmap
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from prfaas.errors import ConfigError, EngineUnavailable
+from prfaas.errors import ConfigError
+from prfaas.port_conn import EngineConn, PortClosed, PortConn, RankConn, new_connection
 from prfaas_connect.port.layout import KvLayout, LayoutError
 from prfaas_connect.port.messages import (
     PORT_VERSION,
     PREFIX,
     Hello,
+    Join,
     PortError,
-    PortMessage,
     Refused,
     Welcome,
     decode,
@@ -33,84 +34,16 @@ from prfaas_connect.port.messages import (
     sizes,
 )
 
+__all__ = ["EngineConn", "PortClosed", "PortServer", "RankConn"]
+
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
-MESSAGE_BYTES_ESTIMATE = 512
-"""A queued message counts as so many bytes against the bound on the send buffer."""
-
-
-class PortClosed(EngineUnavailable):
-    """The engine's connection is gone."""
-
-    kind = "engine_disconnected"
-
-
-class EngineConn:
-    """One connected engine: Hello, messages, shared memory. Closed by the PortServer."""
-
-    def __init__(
-        self,
-        hello: Hello,
-        layout: KvLayout,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        ring: mmap.mmap,
-        staging: mmap.mmap,
-        max_queue: int,
-    ) -> None:
-        self.hello = hello
-        self.layout = layout
-        self.ring = memoryview(ring)
-        self.staging = memoryview(staging)
-        self._reader = reader
-        self._writer = writer
-        self._max_buffer = max_queue * MESSAGE_BYTES_ESTIMATE
-        self.closed = False
-
-    def __repr__(self) -> str:
-        state = "CLOSED" if self.closed else "OPEN"
-        return f"<EngineConn {self.hello.engine!r} {state}>"
-
-    def send(self, message: PortMessage, blob: bytes | memoryview = b"") -> None:
-        """Queue a message. Raises PortClosed when the engine is gone or has stopped reading."""
-        if self.closed:
-            raise PortClosed("the engine has disconnected")
-        if len(blob) == 0 and self._writer.transport.get_write_buffer_size() > self._max_buffer:
-            self.close()
-            raise PortClosed("the engine has stopped reading from its port")
-        self._writer.write(encode(message, blob))
-
-    async def __aiter__(self) -> AsyncIterator[tuple[PortMessage, bytes]]:
-        """Messages until the engine disconnects; a malformed one ends the connection."""
-        try:
-            while True:
-                header_bytes, blob_bytes = sizes(await self._reader.readexactly(PREFIX.size))
-                header = await self._reader.readexactly(header_bytes)
-                blob = await self._reader.readexactly(blob_bytes) if blob_bytes else b""
-                yield decode(header), blob
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
-        except PortError as exc:
-            log.warning("kvport: engine %s broke the protocol: %s", self.hello.engine, exc)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Cut the connection; the iterator ends. Idempotent."""
-        if not self.closed:
-            self.closed = True
-            self._writer.close()
-
-    async def wait_closed(self) -> None:
-        """Until the socket is gone; how it broke is no news any more."""
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
 
 
 class PortServer:
-    """Listens at `path` for one engine at a time and runs `on_engine` for its life; `close` ends
-    both.
+    """Listens at `path` for one engine at a time and runs `on_engine` for its life, `on_rank` for
+    that of each process that joins it (by default one that says nothing); `close` ends all.
     """
 
     def __init__(
@@ -123,6 +56,7 @@ class PortServer:
         verify_import: bool = False,
         max_queue: int = 4096,
         on_engine: Callable[[EngineConn], Awaitable[None]],
+        on_rank: Callable[[EngineConn, RankConn], Awaitable[None]] | None = None,
     ) -> None:
         self._path = Path(path)
         self._agent_name = agent_name
@@ -131,6 +65,7 @@ class PortServer:
         self._verify_import = verify_import
         self._max_queue = max_queue
         self._on_engine = on_engine
+        self._on_rank = on_rank or _silent
         self._current: EngineConn | None = None
         self._sock: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -207,6 +142,12 @@ class PortServer:
         except BaseException:
             client.close()
             raise
+        if isinstance(conn, EngineConn):
+            await self._run_engine(conn)
+        elif isinstance(conn, RankConn):
+            await self._run_rank(conn)
+
+    async def _run_engine(self, conn: EngineConn) -> None:
         self._current = conn
         try:
             await self._on_engine(conn)
@@ -218,41 +159,98 @@ class PortServer:
                 self._current = None
             await conn.wait_closed()
 
-    async def _handshake(self, client: socket.socket) -> EngineConn:
+    async def _run_rank(self, rank: RankConn) -> None:
+        engine = self._current
+        if engine is None or engine.closed:  # it left while the answer was written
+            rank.close()
+            return
+        engine.ranks[rank.rank] = rank
+        try:
+            await self._on_rank(engine, rank)
+        except PortClosed as exc:
+            log.info("kvport: %s", exc)
+        finally:
+            rank.close()
+            if engine.ranks.get(rank.rank) is rank:
+                del engine.ranks[rank.rank]
+            await rank.wait_closed()
+
+    async def _handshake(self, client: socket.socket) -> PortConn:
         _require_same_user(client)
-        if self._current is not None and not self._current.closed:
-            raise PortError("another engine is connected")
         header_bytes, blob_bytes = sizes(await _recv_exact(client, PREFIX.size))
         if blob_bytes:
             raise PortError("hello carries no blob")
-        hello = decode(await _recv_exact(client, header_bytes))
-        if not isinstance(hello, Hello):
-            raise PortError(f"expected hello, not {hello.TYPE}")
-        if hello.version != PORT_VERSION:
-            raise PortError(f"engine speaks port version {hello.version}, not {PORT_VERSION}")
+        first = decode(await _recv_exact(client, header_bytes))
+        if isinstance(first, Join):
+            return await self._join(client, first)
+        if not isinstance(first, Hello):
+            raise PortError(f"expected hello, not {first.TYPE}")
+        if self._current is not None and not self._current.closed:
+            raise PortError("another engine is connected")
+        return await self._welcome(client, first)
+
+    async def _welcome(self, client: socket.socket, hello: Hello) -> EngineConn:
+        _check_version(hello.version)
         layout = KvLayout.from_dict(hello.layout)
         _check_hello(hello, layout)
+        connection = new_connection()
+        staging_fd, staging = _shared_memory("prfaas-staging", self._staging_bytes)
+        try:
+            ring = self._answer(client, connection, staging_fd)
+            reader, writer = await asyncio.open_unix_connection(sock=client)
+        except BaseException:
+            os.close(staging_fd)
+            raise
+        return EngineConn(
+            hello, layout, connection, reader, writer, ring, staging, staging_fd, self._max_queue
+        )
+
+    async def _join(self, client: socket.socket, join: Join) -> RankConn:
+        _check_version(join.version)
+        engine = self._current
+        if engine is None or engine.closed or engine.connection != join.connection:
+            raise PortError("no such engine is connected")
+        if not 0 <= join.rank < len(engine.hello.ranks):
+            raise PortError(f"join.rank {join.rank} is not one of {len(engine.hello.ranks)}")
+        if join.rank in engine.ranks:
+            raise PortError(f"rank {join.rank} has joined already")
+        ring = self._answer(client, join.connection, engine.staging_fd)
+        reader, writer = await asyncio.open_unix_connection(sock=client)
+        return RankConn(
+            f"{engine.name} rank {join.rank}", join.rank, reader, writer, ring, self._max_queue
+        )
+
+    def _answer(self, client: socket.socket, connection: str, staging_fd: int) -> mmap.mmap:
+        """Send Welcome with both descriptors; the new ring."""
         ring_fd, ring = _shared_memory("prfaas-ring", self._ring_bytes)
         try:
-            staging_fd, staging = _shared_memory("prfaas-staging", self._staging_bytes)
-            try:
-                welcome = Welcome(
-                    PORT_VERSION,
-                    self._agent_name,
-                    self._ring_bytes,
-                    self._staging_bytes,
-                    self._verify_import,
-                )
-                # Fresh socket, some hundred bytes: the kernel takes them whole.
-                data = encode(welcome)
-                if socket.send_fds(client, [data], [ring_fd, staging_fd]) != len(data):
-                    raise PortError("welcome was cut short")
-            finally:
-                os.close(staging_fd)
+            welcome = Welcome(
+                PORT_VERSION,
+                self._agent_name,
+                self._ring_bytes,
+                self._staging_bytes,
+                self._verify_import,
+                connection,
+            )
+            # Fresh socket, some hundred bytes: the kernel takes them whole.
+            data = encode(welcome)
+            if socket.send_fds(client, [data], [ring_fd, staging_fd]) != len(data):
+                raise PortError("welcome was cut short")
         finally:
             os.close(ring_fd)
-        reader, writer = await asyncio.open_unix_connection(sock=client)
-        return EngineConn(hello, layout, reader, writer, ring, staging, self._max_queue)
+        return ring
+
+
+async def _silent(engine: EngineConn, rank: RankConn) -> None:
+    """Serve a rank that only reads."""
+    async for message, _ in rank:
+        log.warning("kvport: %s sent %s, which is not expected", rank, message.TYPE)
+        return
+
+
+def _check_version(version: int) -> None:
+    if version != PORT_VERSION:
+        raise PortError(f"engine speaks port version {version}, not {PORT_VERSION}")
 
 
 def _check_hello(hello: Hello, layout: KvLayout) -> None:

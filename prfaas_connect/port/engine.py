@@ -23,6 +23,7 @@ from prfaas_connect.port.messages import (
     PORT_VERSION,
     PREFIX,
     Hello,
+    Join,
     PortError,
     PortMessage,
     Refused,
@@ -65,6 +66,8 @@ class _Connection:
 class EnginePort:
     """Owns the connection to the agent at `path`, its two threads and its shared memory.
 
+    `hello` introduces an engine, or joins a rank of one that runs in several processes.
+
     `close` ends all of them. After a disconnect every session is void: the handler is told, and a
     new connection brings new shared memory, so late reads of the old one never see another
     session's bytes.
@@ -73,7 +76,7 @@ class EnginePort:
     def __init__(
         self,
         path: str,
-        hello: Hello,
+        hello: Hello | Join,
         handler: EngineHandler,
         *,
         reconnect_s: float = 0.5,

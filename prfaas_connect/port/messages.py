@@ -67,6 +67,21 @@ class Hello(PortMessage):
 
 
 @dataclass(frozen=True, slots=True)
+class Join(PortMessage):
+    """First message of another process of an engine that is connected: a rank that holds KV.
+
+    Answered by Welcome with a ring of this rank's own and the engine's staging. The engine's
+    connection takes its ranks' with it when it ends.
+    """
+
+    TYPE: ClassVar[str] = "join"
+    version: int
+    connection: str
+    """`Welcome.connection` of the engine."""
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats(PortMessage):
     """Load of the engine, sent when it changes and at least every 250 ms."""
 
@@ -122,7 +137,8 @@ class Fetch(PortMessage):
     have: int
     """Tokens of the prompt whose KV the engine has (prefix cache)."""
     want: int
-    """Prompt length less one."""
+    """Prompt length less one. Equal to `have`: there is nothing to bring, only an outcome to tell,
+    and the engine does not wait for the answer."""
     uncached: int
     """Tokens the engine would have to compute itself (want - have)."""
 
@@ -265,6 +281,8 @@ class Welcome(PortMessage):
     staging_bytes: int
     verify_import: bool = False
     """Ask the engine to read every import back from its pool and send the digest in Release."""
+    connection: str = ""
+    """Name of the engine's connection, for its other processes to Join; new each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +296,7 @@ class Refused(PortMessage):
 _TYPES: dict[str, type[PortMessage]] = {
     cls.TYPE: cls
     for cls in (
-        Hello, Stats, KvEvents, Fetch, FetchDone, Release, Abort, PrefillStart, PrefillCancel,
+        Hello, Join, Stats, KvEvents, Fetch, FetchDone, Release, Abort, PrefillStart, PrefillCancel,
         Record, PrefillEnd, RingFree, Welcome, Refused,
     )
 }  # fmt: skip

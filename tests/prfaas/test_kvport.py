@@ -24,6 +24,7 @@ from prfaas_connect.port.messages import (
     Abort,
     FetchDone,
     Hello,
+    Join,
     PortMessage,
     RingFree,
     Welcome,
@@ -344,3 +345,67 @@ async def test_another_user_is_refused_even_where_the_socket_lets_him_in(
     finally:
         await agent.server.close()
     assert agent.conns.empty()
+
+
+async def test_other_processes_of_an_engine_join_it_and_leave_with_it(tmp_path: Path) -> None:
+    agent = Agent(tmp_path / "s")
+    await agent.server.start()
+    main_seen, rank_seen = Recorder(), Recorder()
+    main = EnginePort(str(tmp_path / "s"), hello(ranks=[[0, 1], [1, 2]]), main_seen)
+    main.start()
+    rank: EnginePort | None = None
+    try:
+        conn = await asyncio.wait_for(agent.conns.get(), 5)
+        await main_seen.wait_for(1)
+        assert main.welcome is not None
+        join = Join(PORT_VERSION, main.welcome.connection, 1)
+        rank = EnginePort(str(tmp_path / "s"), join, rank_seen, reconnect_s=0.02)
+        rank.start()
+        await rank_seen.wait_for(1)
+        conn.staging[:4] = b"both"
+        assert bytes(main.staging(0, 4)) == bytes(rank.staging(0, 4)) == b"both"
+        assert rank.ring_reserve(8) == 0
+        rank.ring(0, 8)[:] = 7
+        assert bytes(conn.ring[:8]) == bytes(8)
+        assert bytes(conn.ranks[1].ring[:8]) == b"\x07" * 8
+        conn.ranks[1].send(RingFree(1))
+        await rank_seen.wait_for(2)
+
+        conn.close()
+        await rank_seen.wait_for(3)
+        assert not rank.connected
+    finally:
+        for port in filter(None, (main, rank)):
+            await asyncio.to_thread(port.close)
+        await agent.server.close()
+
+
+@pytest.mark.parametrize(
+    "change", [{"connection": "of long ago"}, {"rank": 1}, {"rank": -1}, {"version": 2}]
+)
+async def test_a_process_of_no_connected_engine_is_refused(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    agent = Agent(tmp_path / "s")
+    await agent.server.start()
+    main_seen, rank_seen = Recorder(), Recorder()
+    main = EnginePort(str(tmp_path / "s"), hello(), main_seen)
+    main.start()
+    try:
+        conn = await asyncio.wait_for(agent.conns.get(), 5)
+        await main_seen.wait_for(1)
+        assert main.welcome is not None
+        right = {"version": PORT_VERSION, "connection": main.welcome.connection, "rank": 0}
+        join = Join(**(right | change))  # type: ignore[arg-type]
+        rank = EnginePort(str(tmp_path / "s"), join, rank_seen, reconnect_s=0.02)
+        rank.start()
+        try:
+            await asyncio.sleep(0.1)
+            assert not rank.connected
+            assert not conn.ranks
+            assert main.connected
+        finally:
+            await asyncio.to_thread(rank.close)
+    finally:
+        await asyncio.to_thread(main.close)
+        await agent.server.close()
