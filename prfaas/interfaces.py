@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from prfaas.hashing import BlockHash
 from prfaas.ledger import Piece
+from prfaas.session_messages import PrefillReport
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot
 
 State = TypeVar("State")
@@ -34,6 +35,45 @@ class PrefixIndex(Protocol):
 
     def match(self, engine: str, chain: Sequence[BlockHash]) -> int:
         """How many leading blocks of `chain` the engine holds."""
+        ...
+
+
+class KvRecord(Protocol):
+    """One tensor of KV, or a part of it, as its source gives it."""
+
+    @property
+    def piece(self) -> Piece: ...
+
+    @property
+    def raw(self) -> npt.NDArray[np.uint8]:
+        """Canonical bytes; they stay as they are until `done`."""
+        ...
+
+    @property
+    def cached(self) -> bool:
+        """Read from a cache, not computed now."""
+        ...
+
+    def done(self) -> None:
+        """The bytes are copied out; idempotent."""
+        ...
+
+
+class KvSource(Protocol):
+    """Where a session's KV comes from: an engine's exports, any memory.
+
+    Every byte comes once, in any order. Who takes a record calls its `done`, whatever happens; a
+    source may hold the next one back until then.
+    """
+
+    async def next(self) -> KvRecord | PrefillReport:
+        """The next record; after the last one what the prefill took. Raises PrfaasError where the
+        rest will not come.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Nothing more is wanted. Idempotent, also after the end."""
         ...
 
 

@@ -117,6 +117,11 @@ class Ledger:
     def whole(self) -> bool:
         return self.watermark == self.end
 
+    def holds(self, chunk: int, layer: int, group: int) -> bool:
+        """Whether all of this tensor is committed."""
+        cell = self._cells.get((chunk, layer, group))
+        return cell is not None and not cell.open_area
+
     def piece_bytes(self, piece: Piece) -> int:
         """Decoded size of a piece. Raises ProtocolError naming what is not in the layout."""
         span = self._spans.get(piece.chunk)

@@ -1,5 +1,7 @@
 """The decode side of a session, without I/O: frames in, what to decode and what to say out.
 
+KV comes as it is made or, on demand, as this side asks for it.
+
 KV frames come on any lane in any order, more than once or broken; control frames come on the
 session's own stream and may overtake them. Success means that every frame was verified and is in
 place, and that counts and root digest agree with the seal.
@@ -19,6 +21,7 @@ from prfaas.ledger import Ledger, Piece
 from prfaas.rpc import convert
 from prfaas.sequences import MAX_RANGES, Range, SequenceSet
 from prfaas.session_messages import SessionAck, SessionOpen, SessionResume, SessionSeal
+from prfaas.wire_order import WireOrder
 
 CORRUPT_IN_A_ROW = 10
 """So many broken frames with no good one between fail the session."""
@@ -115,6 +118,12 @@ class ReceiveSession:
         self._missing: dict[int, None] = {}
         self._untold: dict[int, None] = {}
         self._corrupt_row = 0
+        self._order: WireOrder | None = None
+        """On demand only."""
+        if request.on_demand:
+            self._order = WireOrder(layout, request.send_from, request.token_count, chunk_tokens)
+        self._wanted = SequenceSet()
+        """Asked for and not all here."""
         self._frames: int | None = None
         """How many there are, once the sender has said so."""
 
@@ -129,6 +138,26 @@ class ReceiveSession:
     def has_missing(self) -> bool:
         """Frames came broken and the sender does not know."""
         return bool(self._untold)
+
+    @property
+    def expecting(self) -> bool:
+        """The sender owes something: silence means that it, or the link, has stopped."""
+        if self._order is None or self.state not in (ReceiveState.RECEIVING, ReceiveState.SEALED):
+            return not self.ended
+        return len(self._wanted) > 0 or self.ledger.whole
+
+    def want(self, chunks: range | None = None, layers: range | None = None) -> bool:
+        """On demand: ask for all tensors of these chunks (of the sender's grid) and model layers;
+        None: of all. Whether the next ACK asks for something new. Nothing has to be asked for
+        where the sender pushes.
+        """
+        if self._order is None:
+            return False
+        before = len(self._wanted)
+        for number in self._order.within(chunks, layers):
+            if not self.ledger.holds(*self._order.places[number]):
+                self._wanted.add(number)
+        return len(self._wanted) > before
 
     def open(self) -> Frame:
         """OPEN, the first frame up."""
@@ -197,7 +226,10 @@ class ReceiveSession:
         self._corrupt_row = 0
         self._verified.add(frame.sequence)
         self.unacked_bytes += frame.wire_bytes
-        self.ledger.commit(arrival.piece, digest, frame.raw_bytes)
+        piece = arrival.piece
+        self.ledger.commit(piece, digest, frame.raw_bytes)
+        if self._order is not None and self.ledger.holds(piece.chunk, piece.layer, piece.group):
+            self._wanted.discard(self._order.number(piece))
         self._judge()
         return True
 
@@ -330,6 +362,7 @@ class ReceiveSession:
             lanes_opened=lanes_opened,
             receive_bytes_per_s=rate,
             sealed=self.seal is not None,
+            wanted=tuple(self._wanted.ranges())[:MAX_RANGES],
         )
 
     def _control(self, kind: FrameType, payload: bytes) -> Frame:

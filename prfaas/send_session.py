@@ -2,8 +2,9 @@
 
 A session is one try at one instance; its epoch tells its frames from those of earlier tries. Every
 KV frame has a sequence number and is retained, encoded, until the receiver has verified it, so that
-what a broken lane or a flipped bit took away can be sent again. gRPC, an in-memory pipe and a
-simulated network drive the same code.
+what a broken lane or a flipped bit took away can be sent again. Frames leave in one of two orders:
+as they are made (push), or as the receiver asks for their tensors (on demand). gRPC, an in-memory
+pipe and a simulated network drive the same code.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from prfaas.frames import HEADER_BYTES, Frame, FrameFlag, FrameType, with_flag
 from prfaas.layout import KvLayout
 from prfaas.ledger import Ledger, Piece
 from prfaas.rpc import convert
-from prfaas.sequences import SequenceSet
+from prfaas.sequences import Range, SequenceSet
 from prfaas.session_messages import (
     PrefillReport,
     SessionAccept,
@@ -25,6 +26,7 @@ from prfaas.session_messages import (
     SessionOpen,
     SessionSeal,
 )
+from prfaas.wire_order import WireOrder
 
 FIRST_MESSAGE_BYTES = 256 << 10
 """The first messages of a session: a cold connection delivers them sooner."""
@@ -89,6 +91,13 @@ class SendSession:
         self.seal_frame: Frame | None = None
         self.held = request.hold_until_sealed
         """Nothing is given out before the seal."""
+        self._order: WireOrder | None = None
+        """On demand only."""
+        if request.on_demand:
+            self._order = WireOrder(layout, request.send_from, request.token_count, chunk_tokens)
+        self._wanted = SequenceSet()
+        self._unasked: dict[int, list[Frame]] = {}
+        """Frames that nobody has asked for yet, by their tensor; numbered once they are wanted."""
         self._retained: dict[int, _Retained] = {}
         self._acked = SequenceSet()
         self._queue: deque[int] = deque()
@@ -107,7 +116,7 @@ class SendSession:
 
     @property
     def frames(self) -> int:
-        """KV frames that there are; their numbers are below."""
+        """KV frames that may leave; their numbers are below."""
         return self._next
 
     @property
@@ -159,6 +168,8 @@ class SendSession:
         """
         if self.ended or self.state is SendState.FAILING:
             raise ProtocolError(f"{self!r} has ended already")
+        self.retained_bytes -= sum(len(f.payload) for fs in self._unasked.values() for f in fs)
+        self._unasked.clear()
         size = 0
         for index, sequence in enumerate(self._queue):
             size += self._retained[sequence].frame.wire_bytes
@@ -198,7 +209,7 @@ class SendSession:
             raise ProtocolError(f"{frame} may not be sent to the prefill side of an open session")
 
     def acked(self, ack: SessionAck) -> None:
-        """Free what is verified, queue what is lost, take the credit."""
+        """Free what is verified, queue what is lost or asked for, take the credit."""
         verified = ((0, ack.next_sequence), *ack.verified)
         highest = max((end for _, end in (*verified, *ack.held)), default=0)
         if highest > self._next and self.state is not SendState.FAILING:
@@ -214,6 +225,7 @@ class SendSession:
                 for sequence in list(self._on_lane[lane]):
                     if not any(start <= sequence < end for start, end in held):
                         self._send_again(sequence)
+        self._ask(ack.wanted)
         self.credit_bytes = ack.credit_bytes
         self.receive_bytes_per_s = ack.receive_bytes_per_s
         self._seal_known = self._seal_known or ack.sealed
@@ -265,7 +277,7 @@ class SendSession:
         payload_crc: int | None = None,
         flags: FrameFlag = FrameFlag.NONE,
     ) -> None:
-        """A claimed piece, now encoded: it waits for a lane."""
+        """A claimed piece, now encoded: it waits for a lane, and on demand to be asked for."""
         self._require(SendState.PREFILLING)
         self.ledger.commit(piece, digest, raw_bytes)
         frame = Frame(
@@ -287,11 +299,13 @@ class SendSession:
             payload=payload,
             payload_crc=payload_crc,
         )
-        self._next += 1
         self.wire_bytes += frame.wire_bytes
         self.retained_bytes += len(payload)
-        self._retained[frame.sequence] = _Retained(frame)
-        self._queue.append(frame.sequence)
+        tensor = -1 if self._order is None else self._order.number(piece)
+        if self._order is None or tensor in self._wanted:
+            self._enqueue(frame)
+        else:
+            self._unasked.setdefault(tensor, []).append(frame)
 
     def take(self, lane: int, *, app_limited: bool, most_bytes: int = MESSAGE_BYTES) -> list[Frame]:
         """Frames that leave now in one message on `lane`, of `most_bytes` where one frame is not
@@ -322,6 +336,24 @@ class SendSession:
             self.outstanding_bytes += size
             self._settle()
         return frames
+
+    def _enqueue(self, frame: Frame) -> None:
+        """The next number is this frame's."""
+        if frame.sequence != self._next:
+            frame = replace(frame, sequence=self._next)
+        self._retained[self._next] = _Retained(frame)
+        self._queue.append(self._next)
+        self._next += 1
+
+    def _ask(self, wanted: tuple[Range, ...]) -> None:
+        if wanted and (self._order is None or wanted[-1][1] > len(self._order)):
+            raise ProtocolError(f"{self!r}: an ack asks for what there is not")
+        for start, end in wanted:
+            for first, stop in self._wanted.absent(start, end):
+                for tensor in range(first, stop):
+                    self._wanted.add(tensor)
+                    for frame in self._unasked.pop(tensor, ()):
+                        self._enqueue(frame)
 
     def _peek(self) -> int | None:
         if self.held or self.state not in _GIVING:
@@ -367,7 +399,8 @@ class SendSession:
         self.retained_bytes -= len(kept.frame.payload)
 
     def _settle(self) -> None:
-        if self.state is SendState.SEALED and self._seal_known and not self._retained:
+        left = self._retained or self._unasked
+        if self.state is SendState.SEALED and self._seal_known and not left:
             self._end(SendState.COMPLETE)
         elif self.state is SendState.FAILING and not self._queue and not self._resend:
             self._end(SendState.FAILED)
@@ -375,6 +408,7 @@ class SendSession:
     def _end(self, state: SendState) -> None:
         self.state = state
         self._retained.clear()
+        self._unasked.clear()
         self._queue.clear()
         self._resend.clear()
         self._on_lane.clear()

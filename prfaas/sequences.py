@@ -61,6 +61,18 @@ class SequenceSet:
             ends.insert(at + 1, number + 1)
         return True
 
+    def absent(self, start: int, end: int) -> list[Range]:
+        """The parts of [start, end) that are not there."""
+        found: list[Range] = []
+        at = bisect_right(self._ends, start)
+        while start < end:
+            stop = min(end, self._starts[at]) if at < len(self._starts) else end
+            if start < stop:
+                found.append((start, stop))
+            start = self._ends[at] if at < len(self._ends) else end
+            at += 1
+        return found
+
     def discard(self, number: int) -> None:
         starts, ends = self._starts, self._ends
         at = bisect_right(starts, number) - 1

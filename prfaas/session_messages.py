@@ -17,6 +17,8 @@ class Feature(enum.IntFlag):
     """Feature bits of the handshake; a bit that one side lacks is not used by the other."""
 
     NONE = 0
+    ON_DEMAND = 1
+    """A session may send only what the receiver asks for, when it asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,9 @@ class SessionOpen:
     link: bytes = b""
     """Whose lanes carry the KV."""
     credit_bytes: int = 0
-    """Until the first ACK; 0: nothing is sent before it is asked for."""
+    """Until the first ACK; 0: nothing is sent before it grants some."""
+    on_demand: bool = False
+    """Pull: nothing is sent before an ACK asks for it. Otherwise all is, as soon as it is there."""
 
     @property
     def token_count(self) -> int:
@@ -128,6 +132,10 @@ class SessionAck:
     receive_bytes_per_s: float = 0.0
     sealed: bool = False
     """SEAL has come: only then may the sender forget the session."""
+    wanted: tuple[Range, ...] = ()
+    """On demand: tensors asked for and not here, by their number in wire order. What was asked for
+    once stays asked for.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -240,6 +240,7 @@ def open_to_bytes(value: SessionOpen) -> bytes:
             tenant=value.tenant,
             link=value.link,
             credit_bytes=value.credit_bytes,
+            on_demand=value.on_demand,
         )
     )
 
@@ -262,6 +263,7 @@ def open_from_bytes(data: bytes | memoryview) -> SessionOpen:
         tenant=message.tenant,
         link=message.link,
         credit_bytes=message.credit_bytes,
+        on_demand=message.on_demand,
     )
 
 
@@ -330,6 +332,7 @@ def _ack_to_pb(value: SessionAck) -> pb.SessionAck:
         lanes_opened=value.lanes_opened,
         receive_bytes_per_s=value.receive_bytes_per_s,
         sealed=value.sealed,
+        wanted=[n for pair in value.wanted for n in pair],
     )
 
 
@@ -346,6 +349,7 @@ def _ack_from_pb(message: pb.SessionAck) -> SessionAck:
         lanes_opened=message.lanes_opened,
         receive_bytes_per_s=message.receive_bytes_per_s,
         sealed=message.sealed,
+        wanted=checked_ranges(message.wanted),
     )
 
 

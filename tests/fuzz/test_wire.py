@@ -42,7 +42,7 @@ REQUEST = SessionOpen(
 )  # fmt: skip
 
 
-ACK = SessionAck(1, ((2, 4), (7, 8)), ((5, 6),), (4,), 9000, (0, 1), 2, 3.0)
+ACK = SessionAck(1, ((2, 4), (7, 8)), ((5, 6),), (4,), 9000, (0, 1), 2, 3.0, wanted=((0, 2),))
 
 
 def recorded_session() -> list[Frame]:
@@ -173,8 +173,9 @@ def test_a_receiver_takes_any_frames_in_any_order() -> None:
 
 
 def test_a_sender_takes_any_frames_from_the_other_side() -> None:
+    request = replace(REQUEST, on_demand=True)
     machine = SendSession(
-        session=SESSION, epoch=1, request=REQUEST, layout=LAYOUT, chunk_tokens=CHUNK
+        session=SESSION, epoch=1, request=request, layout=LAYOUT, chunk_tokens=CHUNK
     )
     ack = Frame(FrameType.ACK, SESSION, 1, payload=convert.ack_to_bytes(ACK))
 

@@ -91,7 +91,7 @@ class HandshakeReply(_message.Message):
     def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., wire_major: _Optional[int] = ..., wire_minor: _Optional[int] = ..., features: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ..., chunk_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., instance: _Optional[str] = ..., engine_epoch: _Optional[str] = ..., paced: bool = ..., link: _Optional[bytes] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("transfer_id", "model", "tokens", "send_from", "salt", "use_cache", "quality", "codecs", "deadline_s", "lease_s", "hold_until_sealed", "engine_epoch", "tenant", "link", "credit_bytes")
+    __slots__ = ("transfer_id", "model", "tokens", "send_from", "salt", "use_cache", "quality", "codecs", "deadline_s", "lease_s", "hold_until_sealed", "engine_epoch", "tenant", "link", "credit_bytes", "on_demand")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -107,6 +107,7 @@ class SessionOpen(_message.Message):
     TENANT_FIELD_NUMBER: _ClassVar[int]
     LINK_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ON_DEMAND_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     model: str
     tokens: bytes
@@ -122,7 +123,8 @@ class SessionOpen(_message.Message):
     tenant: str
     link: bytes
     credit_bytes: int
-    def __init__(self, transfer_id: _Optional[str] = ..., model: _Optional[str] = ..., tokens: _Optional[bytes] = ..., send_from: _Optional[int] = ..., salt: _Optional[str] = ..., use_cache: bool = ..., quality: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., hold_until_sealed: bool = ..., engine_epoch: _Optional[str] = ..., tenant: _Optional[str] = ..., link: _Optional[bytes] = ..., credit_bytes: _Optional[int] = ...) -> None: ...
+    on_demand: bool
+    def __init__(self, transfer_id: _Optional[str] = ..., model: _Optional[str] = ..., tokens: _Optional[bytes] = ..., send_from: _Optional[int] = ..., salt: _Optional[str] = ..., use_cache: bool = ..., quality: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., hold_until_sealed: bool = ..., engine_epoch: _Optional[str] = ..., tenant: _Optional[str] = ..., link: _Optional[bytes] = ..., credit_bytes: _Optional[int] = ..., on_demand: bool = ...) -> None: ...
 
 class SessionResume(_message.Message):
     __slots__ = ("link", "ack")
@@ -195,7 +197,7 @@ class ErrorDetail(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., phase: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., param: _Optional[str] = ..., frames: _Optional[int] = ...) -> None: ...
 
 class SessionAck(_message.Message):
-    __slots__ = ("next_sequence", "verified", "held", "missing", "credit_bytes", "lanes", "lanes_opened", "receive_bytes_per_s", "sealed")
+    __slots__ = ("next_sequence", "verified", "held", "missing", "credit_bytes", "lanes", "lanes_opened", "receive_bytes_per_s", "sealed", "wanted")
     NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +207,7 @@ class SessionAck(_message.Message):
     LANES_OPENED_FIELD_NUMBER: _ClassVar[int]
     RECEIVE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
     next_sequence: int
     verified: _containers.RepeatedScalarFieldContainer[int]
     held: _containers.RepeatedScalarFieldContainer[int]
@@ -214,7 +217,8 @@ class SessionAck(_message.Message):
     lanes_opened: int
     receive_bytes_per_s: float
     sealed: bool
-    def __init__(self, next_sequence: _Optional[int] = ..., verified: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[int]] = ..., credit_bytes: _Optional[int] = ..., lanes: _Optional[_Iterable[int]] = ..., lanes_opened: _Optional[int] = ..., receive_bytes_per_s: _Optional[float] = ..., sealed: bool = ...) -> None: ...
+    wanted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, next_sequence: _Optional[int] = ..., verified: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[int]] = ..., credit_bytes: _Optional[int] = ..., lanes: _Optional[_Iterable[int]] = ..., lanes_opened: _Optional[int] = ..., receive_bytes_per_s: _Optional[float] = ..., sealed: bool = ..., wanted: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("sessions",)

@@ -111,6 +111,7 @@ OPEN = SessionOpen(
     lease_s=2.5,
     engine_epoch="e",
     hold_until_sealed=True,
+    on_demand=True,
 )
 SEAL = SessionSeal(
     frames=1,
@@ -134,7 +135,7 @@ def test_control_payloads_come_out_equal() -> None:
     accept = SessionAccept(256, 3, 4, 5.5)
     assert convert.accept_from_bytes(convert.accept_to_bytes(accept)) == accept
     assert convert.seal_from_bytes(convert.seal_to_bytes(SEAL)) == SEAL
-    ack = SessionAck(1, ((2, 4), (7, 8)), ((5, 6),), (4,), 9, (0, 1), 2, 3.0, True)
+    ack = SessionAck(1, ((2, 4), (7, 8)), ((5, 6),), (4,), 9, (0, 1), 2, 3.0, True, ((0, 9),))
     assert convert.ack_from_bytes(convert.ack_to_bytes(ack)) == ack
 
 
