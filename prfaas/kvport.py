@@ -39,6 +39,8 @@ __all__ = ["EngineConn", "PortClosed", "PortServer", "RankConn"]
 log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
+ACCEPT_PAUSE_S = 1.0
+"""Where the process has no descriptor left, it tries again after so long."""
 
 
 class PortServer:
@@ -69,6 +71,8 @@ class PortServer:
         self._current: EngineConn | None = None
         self._sock: socket.socket | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._greeting: set[socket.socket] = set()
+        """Accepted, and not yet a connection's."""
 
     async def start(self) -> None:
         """Bind and listen. Raises ConfigError when another process listens at the path."""
@@ -85,11 +89,12 @@ class PortServer:
             os.umask(old_umask)
         sock.listen(8)
         self._sock = sock
-        self._spawn(self._accept_loop(sock))
+        self._listen(sock)
 
     async def close(self) -> None:
         """Stop listening, cut the engine, wait for `on_engine` to end, remove the socket."""
         if self._sock is not None:
+            asyncio.get_running_loop().remove_reader(self._sock)
             self._sock.close()
             self._sock = None
             self._path.unlink(missing_ok=True)
@@ -99,6 +104,9 @@ class PortServer:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for client in self._greeting:  # of tasks that were cancelled before they began
+            client.close()
+        self._greeting.clear()
 
     def _remove_stale(self) -> None:
         if not self._path.exists():
@@ -120,15 +128,25 @@ class PortServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _accept_loop(self, sock: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                client, _ = await loop.sock_accept(sock)
-            except OSError:
-                return
-            client.setblocking(False)
-            self._spawn(self._serve(client))
+    def _accept(self, sock: socket.socket) -> None:
+        """A client is there. Not awaited: a cancelled accept would lose it."""
+        try:
+            client, _ = sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionError):
+            return
+        except OSError as exc:
+            log.warning("kvport: cannot accept: %s", exc.strerror)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(sock)
+            loop.call_later(ACCEPT_PAUSE_S, self._listen, sock)
+            return
+        client.setblocking(False)
+        self._greeting.add(client)
+        self._spawn(self._serve(client))
+
+    def _listen(self, sock: socket.socket) -> None:
+        if self._sock is sock:
+            asyncio.get_running_loop().add_reader(sock, self._accept, sock)
 
     async def _serve(self, client: socket.socket) -> None:
         try:
@@ -142,6 +160,8 @@ class PortServer:
         except BaseException:
             client.close()
             raise
+        finally:
+            self._greeting.discard(client)
         if isinstance(conn, EngineConn):
             await self._run_engine(conn)
         elif isinstance(conn, RankConn):
