@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from local_engine.engine import Engine
-from local_engine.kv.pool import KvPool, pool_blocks, torch_dtype
+from local_engine.kv.pool import KvPool, pool_blocks, pool_state_slots, torch_dtype
 from local_engine.loader import load_model
 from local_engine.paced import PacedRunner, answer_tokens
 from local_engine.paced_profile import PacedProfile, load_profile
 from local_engine.runner import ModelRunner, TorchRunner
 from prfaas.errors import ConfigError
-from prfaas.layout import GroupKind, KvLayout, LayerGroup
+from prfaas.layout import KvLayout
 from prfaas.settings import EngineSettings, Settings
 from prfaas.tokens import Tokenizer
 from prfaas_connect.port.engine import EnginePort
@@ -84,7 +84,8 @@ def _assemble(settings: Settings, engine_settings: EngineSettings, model: _Model
     blocks = engine_settings.kv_blocks or pool_blocks(
         model.layout, block_tokens, engine_settings.kv_memory_bytes
     )
-    pool = KvPool(model.layout, blocks, block_tokens, _device(engine_settings))
+    states = pool_state_slots(model.layout, blocks, engine_settings.state_memory_bytes)
+    pool = KvPool(model.layout, blocks, block_tokens, _device(engine_settings), states)
     max_context = _max_context(engine_settings, model, blocks * block_tokens)
     runner = model.make_runner(pool)
     engine = Engine(
@@ -122,15 +123,8 @@ def _torch_model(settings: EngineSettings) -> _Model:
     assert settings.model is not None
     loaded = load_model(settings.model, torch_dtype(settings.dtype), _device(settings))
     identity = loaded.identity
-    group = LayerGroup(
-        GroupKind.FULL,
-        tuple(range(identity.layers)),
-        identity.kv_heads,
-        identity.head_dim,
-        settings.kv_dtype,
-    )
     return _Model(
-        layout=KvLayout((group,)),
+        layout=loaded.config.kv_layout(settings.kv_dtype),
         tokenizer=loaded.tokenizer,
         name=settings.served_model_name or _name_of(settings.model),
         identity=settings.model_identity or identity.model_identity,
@@ -229,7 +223,7 @@ def _hello(
         model_identity=model.identity,
         config_digest=model.config_digest,
         tokenizer_digest=model.tokenizer.digest,
-        ranks=[[0, model.layout.groups[0].kv_heads]],
+        ranks=[[0, max(group.kv_heads for group in model.layout.groups)]],
         epoch=epoch,
         paced=bool(model.paced),
     )

@@ -11,6 +11,7 @@ from local_engine.answer import Answer
 from local_engine.kv.blocks import BlockManager
 from local_engine.kv.events import CacheEventLog
 from local_engine.kv.pool import KvPool
+from local_engine.kv.state_book import StateBook
 from local_engine.kv_export import Export, ExportLimits, ExportRefused, KvExporter, invalid
 from local_engine.kv_import import KvImporter
 from local_engine.port import KvPort
@@ -68,12 +69,17 @@ class EngineCore:
         self._admission = admission
         self._epoch = epoch
         self._clock = clock
-        self._blocks = BlockManager(pool.blocks, pool.block_tokens, self.events)
+        self._states = StateBook(pool.states, self.events) if pool.states is not None else None
+        self._blocks = BlockManager(pool.blocks, pool.block_tokens, self._states or self.events)
+        if self._states is not None:
+            self._states.attach(self._blocks)
         self._scheduler = Scheduler(
             self._blocks,
             chunk_tokens=settings.chunk_tokens,
             max_batch=settings.max_batch,
             on_preempt=self._preempted,
+            on_admit=self._begin_export,
+            states=self._states,
         )
         self._export_limits = ExportLimits(
             vocab_size=vocab_size,
@@ -105,7 +111,7 @@ class EngineCore:
         self._importer = KvImporter(
             self._pool, port, self._scheduler, self._clock, self._epoch, self._outcomes
         )
-        self._exporter = KvExporter(self._pool, port)
+        self._exporter = KvExporter(self._pool, port, self._states)
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -244,15 +250,12 @@ class EngineCore:
 
     def _prefill(self) -> bool:
         found = self._scheduler.next_prefill()
-        # Exports that the prefix cache has whole pass straight on to draining.
-        for export in self._scheduler.queue(Phase.DRAINING):
-            self._begin_export(export)
         if found is None:
             return False
         seq, end = found
-        on_layer = self._begin_export(seq, end)
+        on_layer = self._layer_hook(seq, end)
         started = self._clock.now()
-        chunk = PrefillChunk(seq.tokens[seq.computed : end], seq.computed, seq.table)
+        chunk = PrefillChunk(seq.tokens[seq.computed : end], seq.computed, seq.table, seq.state)
         self._runner.prefill_chunk(chunk, on_layer)
         now = self._clock.now()
         self._fit.observe(len(chunk.token_ids), chunk.start, now - started)
@@ -274,7 +277,7 @@ class EngineCore:
         if not batch:
             return False
         rows = [
-            DecodeRow(seq.tokens[-1], len(seq.tokens) - 1, seq.table, seq.next_draw())
+            DecodeRow(seq.tokens[-1], len(seq.tokens) - 1, seq.table, seq.next_draw(), seq.state)
             for seq in batch
         ]
         started = self._clock.now()
@@ -379,14 +382,18 @@ class EngineCore:
         if len(self._exports) >= self._limits.engine_max_waiting:
             raise ExportRefused(Overloaded.kind)
 
-    def _begin_export(self, seq: Sequence, end: int = 0) -> LayerDone | None:
-        """First contact with an export that has its blocks; the hook for its chunk up to `end`."""
-        if not isinstance(seq, Export) or self._exporter is None:
-            return None
-        exporter = self._exporter
-        if seq.begun_at is None:
-            exporter.begin(seq, self._clock.now())
+    def _begin_export(self, seq: Sequence) -> None:
+        """It has just got its blocks, from the prefix cache as far as that has them."""
+        if isinstance(seq, Export):
+            assert self._exporter is not None
+            self._exporter.begin(seq, self._clock.now())
             self._count_prompt(seq.prompt_tokens, seq.cached_tokens)
+
+    def _layer_hook(self, seq: Sequence, end: int) -> LayerDone | None:
+        """What an export does as soon as a layer of its chunk up to `end` is there."""
+        exporter = self._exporter
+        if exporter is None or not isinstance(seq, Export):
+            return None
         return lambda layer: exporter.layer_done(seq, end, layer)
 
     def _finish_exports(self) -> None:
@@ -422,6 +429,9 @@ class EngineCore:
             free_blocks=self._blocks.available,
             cached_blocks=self._blocks.cached,
             total_blocks=self._blocks.total,
+            free_states=self._states.available if self._states is not None else 0,
+            kept_states=self._states.kept if self._states is not None else 0,
+            total_states=self._states.total if self._states is not None else 0,
             block_tokens=self._blocks.block_tokens,
             decode_step_s=self._decode_step.mean_s,
             prefill_base_s=curve.base_s,

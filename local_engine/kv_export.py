@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from local_engine.kv.pool import KvPool
+from local_engine.kv.state_book import StateBook
+from local_engine.kv.states import Bytes
 from local_engine.port import KvPort
 from local_engine.sequence import Sequence
 from prfaas.errors import InvalidRequest
@@ -52,7 +54,9 @@ class Export(Sequence):
         self.epoch = start.epoch
         self.spans = chunk_spans(start.send_from, len(self.tokens), chunk_tokens)
         self.span_ending_at = {span.end: span for span in self.spans}
-        self.records = len(self.spans) * len(pool.layers)
+        self.checkpoints = pool.layout.checkpoints(start.send_from, len(self.tokens), chunk_tokens)
+        state_layers = len(pool.states.layers) if pool.states is not None else 0
+        self.records = len(self.spans) * len(pool.layers) + len(self.checkpoints) * state_layers
         self.records_sent = 0
         self.arrived_at = now
         self.begun_at: float | None = None
@@ -78,27 +82,42 @@ class Export(Sequence):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """A record to come: one model layer of one span, or its state after it."""
+
+    export: Export
+    span: ChunkSpan
+    layer: int
+    cached: bool
+    state: Bytes | None = None
+
+
 class KvExporter:
     """Copies KV from pool to ring and never waits: what finds no room stays in a backlog.
 
     An export's blocks stay owned until its last record is out, so a record can be read from the
-    pool at any time. Used by the engine thread only; the port belongs to the engine.
+    pool at any time. A state is what the next chunk overwrites: it waits as a copy, and all copies
+    of an export are at most a tenth of its KV and one checkpoint more. `states` says where those of
+    cached prefixes are. Used by the engine thread only; the port belongs to the engine.
     """
 
-    def __init__(self, pool: KvPool, port: KvPort) -> None:
+    def __init__(self, pool: KvPool, port: KvPort, states: StateBook | None = None) -> None:
         self._pool = pool
         self._port = port
-        self._token_bytes = pool.layout.groups[0].token_bytes
-        self._backlog: deque[tuple[Export, ChunkSpan, int, bool]] = deque()
+        self._states = states
+        self._token_bytes = pool.layout.groups[pool.kv_group].token_bytes
+        self._last_kv_layer = max(pool.layout.groups[pool.kv_group].layers)
+        self._backlog: deque[_Pending] = deque()
         self.sent_tokens = 0
         self.suspended = False
         """Set while a lost connection's sessions linger, lest they write to the next one's ring."""
 
     def check(self) -> None:
         """Raise AssertionError if a record is to be read from blocks that are gone."""
-        for export, span, layer, _ in self._backlog:
-            if export.table.capacity < span.end:
-                raise AssertionError(f"{export!r} has no blocks for {span} of layer {layer}")
+        for each in self._backlog:
+            if each.export.table.capacity < each.span.end:
+                raise AssertionError(f"{each.export!r} has no blocks for {each.span}")
 
     def open(
         self, start: PrefillStart, blob: bytes, order: int, limits: ExportLimits, *,
@@ -117,6 +136,8 @@ class KvExporter:
             wrong = low if low < 0 else high
             raise invalid(f"token {wrong} is outside the vocabulary of {limits.vocab_size}")
         longest = min(limits.chunk_tokens, len(tokens)) * self._token_bytes
+        if self._pool.states is not None:
+            longest = max(longest, self._pool.states.layer_bytes)
         if longest > self._port.ring_bytes:
             raise ExportRefused(
                 f"internal_error: a record of {longest} bytes does not fit "
@@ -128,28 +149,48 @@ class KvExporter:
         )  # fmt: skip
 
     def begin(self, export: Export, now: float) -> None:
-        """Its blocks are there: what the prefix cache had of it leaves first."""
+        """It has just got its blocks: what the prefix cache had of it leaves first."""
         export.begun_at = export.computed_at = now
         for span in export.spans:
             if span.end <= export.cached_tokens:
-                for layer in range(len(self._pool.layers)):
-                    self._backlog.append((export, span, layer, True))
+                for layer in self._pool.places:
+                    self._add(export, span, layer, cached=True)
 
     def layer_done(self, export: Export, end: int, layer: int) -> None:
-        """The chunk that ends at token `end` has its KV of `layer` in the pool.
+        """The chunk that ends at token `end` has its KV, or its state, of `layer` in the pool.
 
         Two records may leave for each that comes, so that a backlog shrinks while the model runs.
         """
         span = export.span_ending_at.get(end)
-        if span is not None:
-            self._backlog.append((export, span, layer, False))
-            self.drain(2 * span.tokens * self._token_bytes)
+        if span is not None and self._add(export, span, layer, cached=False):
+            self.drain(2 * self._bytes(self._backlog[-1]))
+
+    def _add(self, export: Export, span: ChunkSpan, layer: int, *, cached: bool) -> bool:
+        """Put a record into the backlog; False for a state that does not travel after this span."""
+        states, place = self._pool.states, self._pool.places[layer]
+        if states is None or place.group == self._pool.kv_group:
+            self._backlog.append(_Pending(export, span, layer, cached))
+            return True
+        if span.end not in export.checkpoints:
+            return False
+        slot = export.state
+        if cached:
+            assert self._states is not None
+            last = span.end // self._pool.block_tokens - 1
+            slot = self._states.slot_of(export.block_name(last))
+        copy = np.empty(states.layer_bytes, dtype=np.uint8)
+        states.export(place.index, slot, copy)
+        self._backlog.append(_Pending(export, span, layer, cached, copy))
+        return True
+
+    def _bytes(self, each: _Pending) -> int:
+        return each.span.tokens * self._token_bytes if each.state is None else each.state.nbytes
 
     def drain(self, budget_bytes: int) -> None:
         """Copy from the backlog until the ring is full or about `budget_bytes` are copied."""
         while self._backlog and budget_bytes > 0 and not self.suspended:
-            export, span, layer, cached = self._backlog[0]
-            nbytes = span.tokens * self._token_bytes
+            each = self._backlog[0]
+            nbytes = self._bytes(each)
             try:
                 offset = self._port.ring_reserve(nbytes)
                 if offset is None:
@@ -158,22 +199,27 @@ class KvExporter:
             except PortError:  # The agent is gone; the engine hears of it and drops its sessions.
                 return
             self._backlog.popleft()
-            self._pool.export(layer, export.table, span.start, span.end, ring)
+            export, span, place = each.export, each.span, self._pool.places[each.layer]
+            if each.state is None:
+                self._pool.export(place.index, export.table, span.start, span.end, ring)
+            else:
+                ring[:] = each.state
             self._port.send(
                 Record(
-                    session=export.session, epoch=export.epoch, chunk=span.index, group=0,
-                    layer=layer, token_start=span.start, token_end=span.end,
-                    head_start=0, head_end=self._pool.kv_heads,
-                    offset=offset, nbytes=nbytes, cached=cached,
+                    session=export.session, epoch=export.epoch, chunk=span.index,
+                    group=place.group, layer=each.layer,
+                    token_start=span.start, token_end=span.end,
+                    head_start=0, head_end=self._pool.layout.groups[place.group].kv_heads,
+                    offset=offset, nbytes=nbytes, cached=each.cached,
                 )
             )  # fmt: skip
             export.records_sent += 1
-            self.sent_tokens += span.tokens if layer == len(self._pool.layers) - 1 else 0
+            self.sent_tokens += span.tokens if each.layer == self._last_kv_layer else 0
             budget_bytes -= nbytes
 
     def drop(self, export: Export) -> None:
         """Forget what is left of a session."""
-        self._backlog = deque(item for item in self._backlog if item[0] is not export)
+        self._backlog = deque(each for each in self._backlog if each.export is not export)
 
     def drop_all(self) -> None:
         """The agent is gone, and all sessions with it."""

@@ -34,6 +34,8 @@ class _Transfer:
     end: int = 0
     """Tokens [have, end) lie in staging."""
     extents: Iterator[Extent] = field(default_factory=lambda: iter(()))
+    checkpoints: frozenset[int] = frozenset()
+    """Tokens after which staging has the states."""
     whole: int = 0
     """Tokens [0, whole) are in the pool, in every layer."""
     digest: hashlib.blake2b | None = None
@@ -101,9 +103,21 @@ class KvImporter:
                 if mine != theirs:
                     break
                 shared += 1
-            if 2 * (shared * self._pool.block_tokens - answer.computed) >= max(lacks, 1):
+            brings = self._resumable(transfer, shared * self._pool.block_tokens)
+            if 2 * (brings - answer.computed) >= max(lacks, 1):
                 return transfer
         return None
+
+    def _resumable(self, transfer: _Transfer, shared: int) -> int:
+        """How many of the first `shared` tokens others can go on from once this transfer is in.
+
+        Its checkpoints are told only by the answer; they are taken to be on our own grid.
+        """
+        if self._pool.states is None:
+            return shared
+        grid = self._scheduler.state_tokens
+        points = self._pool.layout.checkpoints(transfer.have, transfer.want, grid)
+        return max((at for at in points if at <= shared and at % grid == 0), default=0)
 
     def _ask(self, answer: Answer) -> None:
         params = answer.request.kv_transfer_params
@@ -194,7 +208,9 @@ class KvImporter:
             self._forget(transfer)
             # Reaches an agent only if this session was opened at one that came back meanwhile.
             self._port.send(Abort(transfer.session))
-            if answer.phase is Phase.IMPORTING and transfer.whole > transfer.have:
+            # States may be half of one checkpoint and half of the next; those kept are found again.
+            usable = self._pool.states is None and transfer.whole > transfer.have
+            if answer.phase is Phase.IMPORTING and usable:
                 self._finish(transfer, transfer.whole)
                 self._settle(answer, PARTIAL, "agent_lost")
                 self._scheduler.imported(answer, transfer.whole)
@@ -221,37 +237,63 @@ class KvImporter:
             return False
         if not transfer.have < transfer.end <= transfer.want:
             return False
-        nbytes = self._pool.layout.session_bytes(transfer.have, transfer.end)
+        layout, grid = self._pool.layout, message.chunk_tokens
+        if self._pool.states is not None:
+            points = layout.checkpoints(transfer.have, transfer.want, grid)
+            if transfer.end not in points:
+                return False
+            transfer.checkpoints = frozenset(points)
+        nbytes = layout.extent_bytes(transfer.have, transfer.end, grid)
         if message.staging_offset < 0 or message.staging_offset + nbytes > welcome.staging_bytes:
             return False
         transfer.offset = message.staging_offset
         transfer.whole = transfer.have
-        transfer.extents = self._pool.layout.extents(
-            transfer.have, transfer.end, message.chunk_tokens
-        )
+        transfer.extents = layout.extents(transfer.have, transfer.end, grid)
         if welcome.verify_import:
             transfer.digest = hashlib.blake2b(digest_size=16)
         return True
 
     def _copy(self, transfer: _Transfer, budget_bytes: int) -> int:
         """Copy tensors until the budget is used up or all are in. Returns what is left of it."""
-        table, last = transfer.answer.table, len(self._pool.layers) - 1
+        last = len(self._pool.places) - 1
         while budget_bytes > 0 and not self.suspended:
             extent = next(transfer.extents, None)
             if extent is None:
                 self._complete(transfer)
                 break
-            span, layer = extent.span, extent.layer
-            staged = self._port.staging(transfer.offset + extent.offset, extent.nbytes)
-            self._pool.load(layer, table, span.start, span.end, staged)
-            if transfer.digest is not None:
-                back = np.empty(extent.nbytes, dtype=np.uint8)
-                self._pool.export(layer, table, span.start, span.end, back)
-                transfer.digest.update(back.data)
-            if layer == last:
-                transfer.whole = span.end
+            self._copy_one(transfer, extent)
+            if extent.layer == last:
+                self._span_done(transfer, extent.span.end)
             budget_bytes -= extent.nbytes
         return budget_bytes
+
+    def _copy_one(self, transfer: _Transfer, extent: Extent) -> None:
+        """One tensor from staging to its pool, read back where that is asked for."""
+        pool, answer, span = self._pool, transfer.answer, extent.span
+        staged = self._port.staging(transfer.offset + extent.offset, extent.nbytes)
+        back = np.empty(extent.nbytes if transfer.digest is not None else 0, dtype=np.uint8)
+        index = pool.places[extent.layer].index
+        if extent.group == pool.kv_group:
+            pool.load(index, answer.table, span.start, span.end, staged)
+            if transfer.digest is not None:
+                pool.export(index, answer.table, span.start, span.end, back)
+        else:
+            assert pool.states is not None
+            pool.states.load(index, answer.state, staged)
+            if transfer.digest is not None:
+                pool.states.export(index, answer.state, back)
+        if transfer.digest is not None:
+            transfer.digest.update(back.data)
+
+    def _span_done(self, transfer: _Transfer, end: int) -> None:
+        """All layers of the span that ends at `end` are in. Its states, too, at a checkpoint: they
+        are kept for reuse before those of the next one take their place.
+        """
+        if self._pool.states is None:
+            transfer.whole = end
+        elif end in transfer.checkpoints:
+            transfer.whole = end
+            self._scheduler.computed(transfer.answer, end)
 
     def _complete(self, transfer: _Transfer) -> None:
         answer = transfer.answer

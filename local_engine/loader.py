@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from local_engine.models.config import ModelConfig, config_from_gguf, config_from_hf
+from local_engine.models.hybrid import HybridModel
 from local_engine.models.llama import LlamaModel, expected_tensors
 from local_engine.weights import (
     ROPE_FACTORS,
@@ -72,7 +73,8 @@ def load_model(
     else:
         raise ConfigError(f"{path} is neither a model directory nor a .gguf file")
     check_tensors(source, expected_tensors(config))
-    model = LlamaModel(config, source, dtype, torch.device(device))
+    architecture = HybridModel if config.recurrent else LlamaModel
+    model = architecture(config, source, dtype, torch.device(device))
     return LoadedModel(model, config, tokenizer, identity_of(config, tokenizer.digest))
 
 

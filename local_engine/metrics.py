@@ -128,6 +128,13 @@ _STATS_GAUGES = (
     ("prfaas_engine_free_blocks", "free_blocks", "KV blocks nobody uses, cached ones included."),
     ("prfaas_engine_cached_blocks", "cached_blocks", "Unused KV blocks kept for reuse."),
     ("prfaas_engine_total_blocks", "total_blocks", "KV blocks in the pool."),
+    (
+        "prfaas_engine_free_states",
+        "free_states",
+        "State slots no sequence uses, those of cached prefixes included; 0 for models without.",
+    ),
+    ("prfaas_engine_kept_states", "kept_states", "State slots that keep a cached prefix."),
+    ("prfaas_engine_total_states", "total_states", "State slots in the pool."),
     ("prfaas_engine_decode_step_seconds", "decode_step_s", "Moving mean of a decode step."),
     ("prfaas_engine_prefill_base_seconds", "prefill_base_s", "Measured: each prefill chunk."),
     ("prfaas_engine_prefill_token_seconds", "prefill_token_s", "Measured: each prefilled token."),

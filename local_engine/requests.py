@@ -98,7 +98,8 @@ class EngineStats:
     `queue_tokens`: prompt tokens admitted and not yet computed. `waiting`: requests not yet
     decoding (`waiting_kv` of them wait for remote KV). `running`: sequences in the decode batch.
     `context_tokens`: KV the batch reads in a step. `free_blocks` counts cached blocks that nobody
-    uses, `cached_blocks` are those.
+    uses, `cached_blocks` are those; so with `free_states` and `kept_states`, of a model that has
+    recurrent layers.
     """
 
     waiting: int = 0
@@ -110,6 +111,9 @@ class EngineStats:
     free_blocks: int = 0
     cached_blocks: int = 0
     total_blocks: int = 0
+    free_states: int = 0
+    kept_states: int = 0
+    total_states: int = 0
     block_tokens: int = 0
     decode_step_s: float = 0.0
     prefill_base_s: float = 0.0

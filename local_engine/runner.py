@@ -11,6 +11,7 @@ from torch import Tensor
 
 from local_engine.kv.attention import PagedKv, Part, Workspace
 from local_engine.kv.pool import KvPool
+from local_engine.kv.states import NO_SLOT
 from local_engine.kv.table import BlockTable
 from local_engine.models.base import ForwardBatch, SeqSlice
 from local_engine.models.llama import LlamaModel
@@ -24,12 +25,14 @@ LayerDone = Callable[[int], None]
 class PrefillChunk:
     """Tokens [start, start + len(token_ids)) of one sequence, whose earlier KV is in the pool.
 
-    `table` has blocks for all of them.
+    `table` has blocks for all of them; slot `state` has the states after the tokens before, and
+    gets those after the last one.
     """
 
     token_ids: Sequence[int]
     start: int
     table: BlockTable
+    state: int = NO_SLOT
 
     @property
     def end(self) -> int:
@@ -44,6 +47,7 @@ class DecodeRow:
     position: int
     table: BlockTable
     draw: TokenDraw
+    state: int = NO_SLOT
 
 
 class ModelRunner(Protocol):
@@ -67,7 +71,7 @@ class TorchRunner:
         self._no_rows = torch.empty(0, dtype=torch.int64, device=pool.device)
 
     def prefill_chunk(self, chunk: PrefillChunk, on_layer: LayerDone | None = None) -> None:
-        part = Part(chunk.table, 0, len(chunk.token_ids), chunk.start)
+        part = Part(chunk.table, 0, len(chunk.token_ids), chunk.start, chunk.state)
         batch, kv = self._batch(chunk.token_ids, [part])
         hook = None if on_layer is None else lambda layer, _k, _v: on_layer(layer)
         self._model.forward(batch, kv, hook, rows=self._no_rows)
@@ -79,7 +83,9 @@ class TorchRunner:
 
     def logits(self, rows: Sequence[DecodeRow]) -> Tensor:
         """Next-token logits, fp32 [rows, vocab]; stores the KV of every row's token."""
-        parts = [Part(row.table, index, 1, row.position) for index, row in enumerate(rows)]
+        parts = [
+            Part(row.table, index, 1, row.position, row.state) for index, row in enumerate(rows)
+        ]
         batch, kv = self._batch([row.token_id for row in rows], parts)
         return self._model.logits(self._model.forward(batch, kv))
 

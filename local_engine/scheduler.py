@@ -9,15 +9,19 @@ Decides only; the engine carries out. Two rules keep it free of deadlock and sta
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from collections.abc import Callable, Iterator
 
 from local_engine.kv.blocks import BlockManager
+from local_engine.kv.state_book import StateBook
+from local_engine.kv.states import NO_SLOT
 from local_engine.sequence import Phase, Sequence
 
 # Phases in which blocks can be taken away; others are fenced or have nothing to give.
 _PREEMPTIBLE = (Phase.WAITING, Phase.IMPORTING, Phase.DECODING)
 _HOLDS_PREFIX = (Phase.REMOTE, Phase.STAGED)
+_STATEFUL = (Phase.IMPORTING, Phase.DECODING, Phase.DRAINING)
 
 
 class Scheduler:
@@ -30,12 +34,22 @@ class Scheduler:
         chunk_tokens: int,
         max_batch: int,
         on_preempt: Callable[[Sequence, Phase], None],
+        on_admit: Callable[[Sequence], None] = lambda _: None,
+        states: StateBook | None = None,
     ) -> None:
+        """`on_preempt` is told what was taken from whom; `on_admit` that a sequence has just got
+        its blocks to prefill with, before anybody else gets any. `states`: of a model that has
+        recurrent layers.
+        """
         self.blocks = blocks
         self.preemptions = 0
         self._chunk_tokens = chunk_tokens
         self._max_batch = max_batch
         self._on_preempt = on_preempt
+        self._on_admit = on_admit
+        self._states = states
+        self.state_tokens = math.lcm(chunk_tokens, blocks.block_tokens)
+        """States are kept for reuse after multiples of so many tokens."""
         # Each holds its sequences in order of arrival.
         self._queues: dict[Phase, list[Sequence]] = {p: [] for p in Phase if p is not Phase.DONE}
         self._starved: set[Sequence] = set()
@@ -64,6 +78,10 @@ class Scheduler:
                 if seq.computed > len(seq.table.blocks) * self.blocks.block_tokens:
                     raise AssertionError(f"{seq!r} has computed more than its blocks hold")
         self.blocks.check({seq.name: seq.table.blocks for seq in self.live()})
+        if self._states is not None:
+            with_all = (*_STATEFUL, Phase.WAITING)
+            holders = [s for phase in with_all for s in self._queues[phase] if s.table.blocks]
+            self._states.check({seq.name: seq.state for seq in holders})
 
     # --- entering and leaving -----------------------------------------------------------------
 
@@ -121,10 +139,12 @@ class Scheduler:
     def computed(self, seq: Sequence, end: int) -> None:
         """KV of tokens [0, end) of `seq` is in the pool."""
         seq.computed = end
-        if seq.shares:
+        if seq.shares and self._states is None:
             for index in range(seq.stored_blocks, end // self.blocks.block_tokens):
                 self.blocks.store(seq.table.blocks[index], seq.block_name(index))
                 seq.stored_blocks = index + 1
+        elif seq.shares and end % self.state_tokens == 0:
+            self._keep_state(seq, end)
         if seq.phase is Phase.WAITING and end >= seq.target:
             self._prefilled(seq)
 
@@ -135,7 +155,7 @@ class Scheduler:
         if self._queues[Phase.IMPORTING]:
             return self._queues[Phase.IMPORTING][0]
         for seq in self._queues[Phase.STAGED]:
-            if self._slots_left() > 0 and self._claim(seq):
+            if self._slots_left() > 0 and self._claim_for_import(seq):
                 self._move(seq, Phase.IMPORTING)
                 return seq
             break
@@ -183,6 +203,7 @@ class Scheduler:
         self._move(seq, Phase.DECODING if seq.decodes else Phase.DRAINING)
 
     def _drop(self, seq: Sequence) -> None:
+        self._drop_state(seq)
         self.blocks.release(seq.drop_blocks())
 
     def _slots_left(self) -> int:
@@ -193,17 +214,30 @@ class Scheduler:
     def _admit(self, seq: Sequence) -> bool:
         if seq.decodes and self._slots_left() <= 0:
             return False
+        # First: it may cost a state that the match would have found.
+        if not self._take_state(seq):
+            return False
         self._match(seq)
         if self._claim(seq):
+            self._start_state(seq)
+            self._on_admit(seq)
             return True
         self._drop(seq)
         return False
 
     def _expect(self, seq: Sequence) -> None:
-        seq.expected_tokens = len(self.blocks.match(seq.matchable)) * self.blocks.block_tokens
+        seq.expected_tokens = len(self._found(seq)) * self.blocks.block_tokens
+
+    def _found(self, seq: Sequence) -> list[int]:
+        """Blocks of the longest cached prefix that the sequence can go on from."""
+        chain = seq.matchable
+        found = self.blocks.match(chain)
+        if self._states is None:
+            return found
+        return found[: self._states.match(chain, len(found), seq.checkpoints)]
 
     def _match(self, seq: Sequence) -> None:
-        found = self.blocks.match(seq.matchable)
+        found = self._found(seq)
         self.blocks.acquire(found)
         seq.table.extend(found)
         seq.computed = len(found) * self.blocks.block_tokens
@@ -228,6 +262,15 @@ class Scheduler:
         assert taken is not None
         seq.table.extend(taken)
         return True
+
+    def _claim_for_import(self, seq: Sequence) -> bool:
+        """All blocks and a state slot; what is in the slot does not matter."""
+        if not self._take_state(seq):
+            return False
+        if self._claim(seq):
+            return True
+        self._drop_state(seq)
+        return False
 
     def _grow(self, seq: Sequence) -> bool:
         """A block for the newest token, taken from newer sequences if need be."""
@@ -269,6 +312,47 @@ class Scheduler:
             if other.order > seq.order and other.table.blocks and other.decodes
         ]
         return max(holders, key=_order, default=None)
+
+    # --- states -------------------------------------------------------------------------------
+
+    def _take_state(self, seq: Sequence) -> bool:
+        """A state slot for a sequence that waits without one, as `_claim` takes blocks."""
+        if self._states is None:
+            return True
+        if any(other.order < seq.order for other in self._starved):
+            return False
+        while not self._states.available:
+            victim = self._idle_holder(seq)
+            if victim is None:
+                self._starved.add(seq)
+                return False
+            self._preempt(victim)
+        seq.state = self._states.take()
+        return True
+
+    def _start_state(self, seq: Sequence) -> None:
+        """Its slot gets the state after the prefix that it has matched."""
+        if self._states is not None:
+            count = seq.computed // self.blocks.block_tokens
+            self._states.start(seq.state, seq.block_name(count - 1) if count else None)
+
+    def _keep_state(self, seq: Sequence, end: int) -> None:
+        """Keep the state after [0, end), which makes its blocks of use to others."""
+        assert self._states is not None
+        count = end // self.blocks.block_tokens
+        names = [seq.block_name(index) for index in range(count)]
+        if self._states.keep(seq.state, names):
+            # All of them: some may have lost their names since.
+            for index, name in enumerate(names):
+                self.blocks.store(seq.table.blocks[index], name)
+            seq.stored_blocks = count
+
+    def _drop_state(self, seq: Sequence) -> None:
+        if self._states is not None and seq.state != NO_SLOT:
+            self._states.give_back(seq.state)
+            seq.state = NO_SLOT
+
+    # --- preemption ---------------------------------------------------------------------------
 
     def _preempt(self, seq: Sequence) -> None:
         before = seq.phase

@@ -6,11 +6,13 @@ import enum
 from collections.abc import Sequence as Seq
 
 from local_engine.kv.pool import KvPool
+from local_engine.kv.states import NO_SLOT
 from prfaas.hashing import BlockHash, block_chain, block_hash, root_hash
 
 
 class Phase(enum.Enum):
-    """Where a sequence is. Blocks it may hold: none (-), matched prefix (m), all (a).
+    """Where a sequence is. Blocks it may hold: none (-), matched prefix (m), all (a); with all of
+    them it has a state slot, where the model has recurrent layers.
 
     | phase     | blocks | waits for                                             |
     |-----------|--------|-------------------------------------------------------|
@@ -42,6 +44,8 @@ class Sequence:
 
     # A sequence that decodes keeps its last token back: it is the next decode step's input.
     decodes = True
+    # Tokens after which it has to have the states one by one, not only at the end of a prefix.
+    checkpoints: Seq[int] = ()
 
     def __init__(
         self, name: str, order: int, tokens: Seq[int], salt: str, pool: KvPool, *, shares: bool
@@ -57,6 +61,7 @@ class Sequence:
         self.cached_tokens = 0
         self.expected_tokens = 0
         self.table = pool.new_table()
+        self.state = NO_SLOT
         self.stored_blocks = 0
         self._pool = pool
         self._salt = salt

@@ -28,6 +28,13 @@ from prfaas_connect.port.messages import Fetch, FetchDone, PrefillEnd, PrefillSt
 CHAIN_LAYERS = 3
 CHAIN_VOCAB = 997
 CHAIN_LAYOUT = KvLayout((LayerGroup(GroupKind.FULL, tuple(range(CHAIN_LAYERS)), 1, 2, "float32"),))
+HYBRID_CHAIN_LAYOUT = KvLayout(
+    (
+        LayerGroup(GroupKind.FULL, (0, 2, 3), 1, 2, "float32"),
+        LayerGroup(GroupKind.RECURRENT, (1, 4), 2, 2, "float32", state_dim=2),
+    )
+)
+"""48 bytes of KV for each token, 64 of states: a checkpoint before the end needs 14 tokens."""
 # States stay below 2 ** 24, so float32 holds them exactly.
 _MODULUS = 9_999_991
 
@@ -55,6 +62,16 @@ def chain_kv(prompt: Sequence[int], layer: int) -> npt.NDArray[np.float32]:
     return kv
 
 
+def chain_state(prompt: Sequence[int], index: int) -> npt.NDArray[np.float32]:
+    """What `ChainRunner` keeps after `prompt` in the `index`-th recurrent layer, [2, 2, 2]."""
+    state = 0
+    for token in prompt:
+        state = _advance(state, token)
+    values = np.arange(8, dtype=np.float32).reshape(2, 2, 2) + 10 * index
+    values[0, 0, 0], values[1, 1, 1] = state, len(prompt)
+    return values
+
+
 def _advance(state: int, token: int) -> int:
     return (state * 31 + token + 17) % _MODULUS
 
@@ -64,7 +81,8 @@ class ChainRunner:
 
     Any wrong, missing or foreign block changes every later token, and nothing else does: answers
     are exact whatever the batch, the chunks, the cache and the route of the KV. Reads and writes
-    all layers and asserts that they agree.
+    all layers and asserts that they agree; in a pool with states these hold the same, so that one
+    of another sequence or another position is found at once.
     """
 
     def __init__(self, pool: KvPool, clock: ManualClock | None = None) -> None:
@@ -78,13 +96,16 @@ class ChainRunner:
         self._clock = clock
 
     def prefill_chunk(self, chunk: PrefillChunk, on_layer: LayerDone | None = None) -> None:
-        states, state = [], self._state(chunk.table, chunk.start)
+        states, state = [], self._state(chunk.table, chunk.start, chunk.state)
         for token in chunk.token_ids:
             state = _advance(state, token)
             states.append(state)
         self.chunks.append((chunk.start, chunk.end))
-        for layer in range(CHAIN_LAYERS):
-            self._store(chunk.table, chunk.start, layer, states)
+        for layer, place in self._pool.places.items():
+            if place.group == self._pool.kv_group:
+                self._store(chunk.table, chunk.start, place.index, states)
+            else:
+                self._keep(place.index, chunk.state, states[-1], chunk.end)
             if on_layer is not None:
                 on_layer(layer)
             if self.on_layer is not None:
@@ -94,17 +115,24 @@ class ChainRunner:
     def decode(self, rows: Sequence[DecodeRow]) -> list[int]:
         tokens = []
         for row in rows:
-            state = _advance(self._state(row.table, row.position), row.token_id)
-            for layer in range(CHAIN_LAYERS):
-                self._store(row.table, row.position, layer, [state])
+            state = _advance(self._state(row.table, row.position, row.state), row.token_id)
+            for place in self._pool.places.values():
+                if place.group == self._pool.kv_group:
+                    self._store(row.table, row.position, place.index, [state])
+                else:
+                    self._keep(place.index, row.state, state, row.position + 1)
             tokens.append(state % CHAIN_VOCAB)
         self.batches.append(len(rows))
         self._pass(self.step_s)
         return tokens
 
-    def _state(self, table: BlockTable, position: int) -> int:
+    def _state(self, table: BlockTable, position: int, slot: int) -> int:
         """State after `position` tokens, which every layer must have alike."""
-        if position == 0 or not self.strict:
+        if not self.strict:
+            return 0
+        if position == 0:
+            for kept in self._pool.states.layers if self._pool.states else ():
+                assert not kept[slot].any(), f"slot {slot} is not empty at the start"
             return 0
         row = torch.empty(2, 1, 1, 2)
         found = set()
@@ -116,8 +144,21 @@ class ChainRunner:
                 f"layer {layer} has ({k1}, {v1}) at {position - 1}"
             )
             found.add(k0)
+        for index, kept in enumerate(self._pool.states.layers if self._pool.states else ()):
+            values = kept[slot].numpy()
+            assert values[1, 1, 1] == position, (
+                f"slot {slot} has the state after {values[1, 1, 1]} tokens, not {position}"
+            )
+            assert values[0, 0, 1] == 1 + 10 * index, f"slot {slot} has another layer's state"
+            found.add(int(values[0, 0, 0]))
         assert len(found) == 1, f"layers disagree at {position - 1}: {found}"
         return found.pop()
+
+    def _keep(self, index: int, slot: int, state: int, position: int) -> None:
+        assert self._pool.states is not None
+        values = chain_state([], index)
+        values[0, 0, 0], values[1, 1, 1] = state, position
+        self._pool.states.layers[index][slot].copy_(torch.from_numpy(values))
 
     def _store(self, table: BlockTable, start: int, layer: int, states: list[int]) -> None:
         kv = torch.empty(2, len(states), 1, 2)
@@ -178,11 +219,12 @@ class CoreHarness:
         limits: Limits | None = None,
         max_context: int = 1 << 16,
         layout: KvLayout = CHAIN_LAYOUT,
+        state_slots: int = 16,
         make_runner: Callable[[KvPool], ModelRunner] | None = None,
         **settings: Any,
     ) -> None:
         self.clock = ManualClock()
-        self.pool = KvPool(layout, blocks, block_tokens)
+        self.pool = KvPool(layout, blocks, block_tokens, state_slots=state_slots)
         self.runner = ChainRunner(self.pool, self.clock)
         self.port = port
         self.limits = limits or Limits()
@@ -258,10 +300,11 @@ class CoreHarness:
             assert stream.tokens == right, f"{name}: {stream.tokens} is not {right}"
 
     def assert_empty(self) -> None:
-        """Nothing is live and no block is owned."""
+        """Nothing is live, no block is owned and no state slot."""
         assert self.core.idle
         stats = self.core.stats()
         assert stats.free_blocks == stats.total_blocks, stats
+        assert stats.free_states == stats.total_states, stats
 
 
 class LoopbackAgents:

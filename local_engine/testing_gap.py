@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from local_engine.loader import load_model
-from local_engine.models.base import ForwardBatch
+from local_engine.models.base import ForwardBatch, SeqSlice
 from prfaas.testing.contiguous_kv import ContiguousKv, Span
 
 
@@ -20,7 +20,8 @@ def top_two_gap(model: Path) -> Callable[[Sequence[int]], float]:
         kv = ContiguousKv()
         kv.begin([Span(0, 0, len(tokens))])
         ids = torch.tensor(tokens, dtype=torch.int64)
-        batch = ForwardBatch(ids, torch.arange(len(tokens)), ())
+        whole = SeqSlice(0, len(tokens), 0, torch.arange(len(tokens)))
+        batch = ForwardBatch(ids, torch.arange(len(tokens)), (whole,))
         hidden = loaded.model.forward(batch, kv)
         best = torch.topk(loaded.model.logits(hidden[-1:])[0], 2).values
         return float(best[0] - best[1])

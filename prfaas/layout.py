@@ -59,7 +59,7 @@ class Fingerprint:
                 field="groups",
             )
         for i, (a, b) in enumerate(zip(self.layout.groups, other.layout.groups, strict=True)):
-            for name in ("kind", "layers", "kv_heads", "head_dim", "dtype"):
+            for name in ("kind", "layers", "kv_heads", "head_dim", "dtype", "state_dim"):
                 mine, theirs = getattr(a, name), getattr(b, name)
                 if mine != theirs:
                     field = f"groups[{i}].{name}"

@@ -41,7 +41,8 @@ def digest_of_crc(crc: int) -> bytes:
 class Piece:
     """One layer's KV of some tokens and heads of one chunk: what a KV frame carries.
 
-    Field order is wire order.
+    Of a group that keeps state: the state of some heads after the chunk's last token; its tokens
+    are all of the chunk. Field order is wire order.
     """
 
     chunk: int
@@ -85,8 +86,9 @@ class _Cell:
 class Ledger:
     """Pieces of tokens [start, end) on the grid of `chunk_tokens`; pure bookkeeping.
 
-    A piece is claimed when its frame is accepted and committed when its bytes are verified, so that
-    two copies of a frame never write the same place at the same time.
+    States are pieces of the chunks that end at a checkpoint (`KvLayout.checkpoints`). A piece is
+    claimed when its frame is accepted and committed when its bytes are verified, so that two copies
+    of a frame never write the same place at the same time.
     """
 
     def __init__(self, layout: KvLayout, start: int, end: int, chunk_tokens: int) -> None:
@@ -99,13 +101,23 @@ class Ledger:
             (layer, gi) for gi, g in enumerate(layout.groups) for layer in g.layers
         )
         self._cells: dict[tuple[int, int, int], _Cell] = {}
+        self._checkpoints = {
+            (token - 1) // chunk_tokens: token
+            for token in layout.checkpoints(start, end, chunk_tokens)
+        }
+        heads = sum(g.kv_heads * len(g.layers) for g in layout.groups if not g.keeps_state)
+        state_heads = sum(g.kv_heads * len(g.layers) for g in layout.groups if g.keeps_state)
         self._chunk_open = {
-            index: span.tokens * sum(layout.groups[gi].kv_heads for _, gi in self._order)
+            index: span.tokens * (heads + (state_heads if index in self._checkpoints else 0))
             for index, span in self._spans.items()
         }
         self._watermark_chunk = start // chunk_tokens
         self.watermark = start
         """Largest token such that every chunk before it is whole."""
+        self.resumable = start
+        """Largest token up to which what is here can be used: the watermark, or where there are
+        states the last checkpoint up to it.
+        """
         self.frames = 0
         self.raw_bytes = 0
         """Pieces committed and their bytes."""
@@ -136,7 +148,13 @@ class Ledger:
             raise ProtocolError(f"{piece}: tokens are not within [{span.start},{span.end})")
         if not 0 <= piece.head_start < piece.head_end <= group.kv_heads:
             raise ProtocolError(f"{piece}: there are {group.kv_heads} heads")
-        return group.token_bytes // group.kv_heads * piece.area
+        if not group.keeps_state:
+            return group.token_bytes // group.kv_heads * piece.area
+        if piece.chunk not in self._checkpoints:
+            raise ProtocolError(f"{piece}: the chunk does not end at a checkpoint")
+        if piece.token_end - piece.token_start != span.tokens:
+            raise ProtocolError(f"{piece}: a state is of all tokens [{span.start},{span.end})")
+        return group.state_bytes // group.kv_heads * (piece.head_end - piece.head_start)
 
     def claim(self, piece: Piece) -> bool:
         """Take a checked piece; False where this very piece was claimed before (a duplicate).
@@ -175,6 +193,8 @@ class Ledger:
         self.raw_bytes += nbytes
         while self._chunk_open.get(self._watermark_chunk) == 0:
             self.watermark = self._spans[self._watermark_chunk].end
+            if not self._checkpoints or self._watermark_chunk in self._checkpoints:
+                self.resumable = self.watermark
             self._watermark_chunk += 1
 
     def missing(self) -> Iterator[str]:
@@ -183,6 +203,9 @@ class Ledger:
             if not self._chunk_open[span.index]:
                 continue
             for layer, gi in self._order:
+                keeps_state = self.layout.groups[gi].keeps_state
+                if keeps_state and span.index not in self._checkpoints:
+                    continue
                 cell = self._cells.get((span.index, layer, gi))
                 if cell is None or not any(d is not None for d in cell.pieces.values()):
                     yield f"chunk {span.index} group {gi} layer {layer}"

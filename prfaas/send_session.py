@@ -17,6 +17,7 @@ from prfaas.errors import CorruptKv, PrfaasError, ProtocolError
 from prfaas.frames import HEADER_BYTES, Frame, FrameFlag, FrameType, with_flag
 from prfaas.layout import KvLayout
 from prfaas.ledger import Ledger, Piece
+from prfaas.placement import cut_piece
 from prfaas.rpc import convert
 from prfaas.sequences import Range, SequenceSet
 from prfaas.session_messages import (
@@ -244,9 +245,9 @@ class SendSession:
     # --- KV ---
 
     def claim(self, piece: Piece, nbytes: int) -> tuple[Piece, ...]:
-        """A piece that the engine exported, cut by tokens so that no frame has more raw bytes than
-        a message should where one token is not more than that. Raises ProtocolError: it does not
-        fit.
+        """A piece that the engine exported, cut so that no frame has more raw bytes than a message
+        should where one token, or one head of a state, is not more than that. Raises ProtocolError:
+        it does not fit.
         """
         self._require(SendState.PREFILLING)
         expected = self.ledger.piece_bytes(piece)
@@ -255,12 +256,8 @@ class SendSession:
         early = self._cut_bytes < FIRST_MESSAGES * FIRST_MESSAGE_BYTES
         self._cut_bytes += nbytes
         most = FIRST_MESSAGE_BYTES if early else MESSAGE_BYTES
-        tokens = piece.token_end - piece.token_start
-        step = max(1, most * tokens // nbytes)
-        cuts = tuple(
-            replace(piece, token_start=at, token_end=min(at + step, piece.token_end))
-            for at in range(piece.token_start, piece.token_end, step)
-        )
+        keeps_state = self.ledger.layout.groups[piece.group].keeps_state
+        cuts = tuple(cut_piece(piece, most, nbytes, keeps_state=keeps_state))
         for cut in cuts:
             if not self.ledger.claim(cut):
                 raise ProtocolError(f"{cut}: engine exported it twice")
@@ -424,5 +421,5 @@ class SendSession:
 
 def least_credit(layout: KvLayout) -> int:
     """Credit under which a sender could not send its largest frame."""
-    token = max(group.token_bytes for group in layout.groups)
-    return HEADER_BYTES + max(MESSAGE_BYTES, token)
+    unit = max(max(g.token_bytes, g.state_bytes // g.kv_heads) for g in layout.groups)
+    return HEADER_BYTES + max(MESSAGE_BYTES, unit)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from prfaas.errors import PrfaasError
-from prfaas.layout import Fingerprint
+from prfaas.errors import IncompatibleLayout, PrfaasError
+from prfaas.layout import Fingerprint, GroupKind
 from prfaas.sequences import Range
 
 
@@ -19,6 +19,12 @@ class Feature(enum.IntFlag):
     NONE = 0
     ON_DEMAND = 1
     """A session may send only what the receiver asks for, when it asks."""
+    RECURRENT = 2
+    """Layer groups that keep state, which travels at checkpoints."""
+
+
+_FEATURE_OF_KIND = {GroupKind.RECURRENT: Feature.RECURRENT}
+"""What both sides must speak for a layer group of the kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,18 @@ class Handshake:
     paced: bool = False
     link: bytes = b""
     """Server: names the link from now on. Client: the link of its handshake before."""
+
+    def require_compatible(self, other: Handshake) -> None:
+        """Raise IncompatibleLayout naming what `other` lacks or the first field that differs."""
+        kinds = {group.kind for group in self.fingerprint.layout.groups}
+        for kind, feature in _FEATURE_OF_KIND.items():
+            if kind in kinds and feature not in other.features:
+                raise IncompatibleLayout(
+                    f"the model here has layers of kind {kind.value!r}, and {other.name!r} does "
+                    f"not speak feature {kind.value!r}",
+                    field="features",
+                )
+        self.fingerprint.require_compatible(other.fingerprint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,12 @@ class EngineSettings(Section):
     block_tokens: int = Field(16, ge=1, le=1024, description="Tokens of one KV block.")
     kv_blocks: int = Field(0, ge=0, description="Blocks in the pool; 0: from kv_memory_bytes.")
     kv_memory_bytes: int = Field(512 << 20, gt=0, description="Size of the KV pool.")
+    state_memory_bytes: int = Field(
+        64 << 20,
+        gt=0,
+        description="Size of the state pool of a model with recurrent layers: one state for each "
+        "running sequence, the rest for cached prefixes.",
+    )
     chunk_tokens: int = Field(
         256, ge=1, description="Prefill chunk; chunks lie on an absolute grid."
     )

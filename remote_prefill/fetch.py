@@ -10,7 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prfaas.clock import Clock, Deadline
-from prfaas.errors import InvalidRequest, PrefillTimeout, PrfaasError, SessionLost
+from prfaas.errors import (
+    IncompatibleLayout,
+    InvalidRequest,
+    PrefillTimeout,
+    PrfaasError,
+    SessionLost,
+)
 from prfaas.kvport import EngineConn, PortClosed
 from prfaas.limits import Limits
 from prfaas.placement import StagingMap
@@ -196,6 +202,12 @@ class FetchJob:
                     remote.chunk_tokens,
                     extent.buffer,
                 )
+            elif self._map.layout.state_bytes and self._map.chunk_tokens != remote.chunk_tokens:
+                raise IncompatibleLayout(
+                    f"{link.name} has checkpoints on a grid of {remote.chunk_tokens} tokens, what "
+                    f"is staged has them on one of {self._map.chunk_tokens}",
+                    field="chunk_tokens",
+                )
             request = SessionOpen(
                 transfer_id=self.params.transfer_id,
                 model=remote.model,
@@ -230,7 +242,7 @@ class FetchJob:
             for receiver in receivers:
                 self._tally.add(link, receiver)
                 if self._map is not None:
-                    whole = self._map.whole_end(receiver.machine.ledger.watermark)
+                    whole = self._map.whole_end(receiver.machine.ledger.resumable)
                     self._watermark = max(self._watermark, whole)
             self._context.metrics.tries.labels(link.peer, link.instance, result).inc()
 
@@ -288,10 +300,10 @@ class FetchJob:
         self._context.conn.close()
 
     async def _digest_agrees(self, message: Release) -> bool:
-        if self._extent is None:
+        if self._extent is None or self._map is None:
             return False
-        end = self.fetch.have + message.imported_tokens
-        nbytes = self._context.conn.layout.session_bytes(self.fetch.have, end)
+        have, end = self.fetch.have, self.fetch.have + message.imported_tokens
+        nbytes = self._map.layout.extent_bytes(have, end, self._map.chunk_tokens)
         staged = self._extent.buffer[:nbytes]
         digest = await asyncio.to_thread(hashlib.blake2b, staged.data, digest_size=DIGEST_BYTES)
         return digest.hexdigest() == message.digest

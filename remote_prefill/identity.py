@@ -30,7 +30,7 @@ def handshake_of(
         model=hello.model,
         wire_major=WIRE_MAJOR,
         wire_minor=WIRE_MINOR,
-        features=Feature.ON_DEMAND,
+        features=Feature.ON_DEMAND | Feature.RECURRENT,
         fingerprint=fingerprint_of(hello, layout),
         codecs=codecs.names,
         chunk_tokens=hello.chunk_tokens,

@@ -92,9 +92,15 @@ def compare(mine: StagingMap, theirs: StagingMap, tolerance: float) -> float:
     worst, where = 0.0, ""
     layout = mine.layout
     for extent in layout.extents(mine.start, mine.end, mine.chunk_tokens):
-        dtype = layout.groups[extent.group].dtype
-        pair = zip("kv", mine.tensor(extent), theirs.tensor(extent), strict=True)
-        for name, ours, other in pair:
+        group = layout.groups[extent.group]
+        dtype = group.dtype
+        ours, other = mine.tensor(extent), theirs.tensor(extent)
+        parts = (
+            (("state", ours, other),)
+            if group.keeps_state
+            else (("k", ours[0], other[0]), ("v", ours[1], other[1]))
+        )
+        for name, ours, other in parts:
             error = normalised_error(to_float32(ours, dtype), to_float32(other, dtype))
             if error > worst:
                 worst, where = error, f"layers[{extent.layer}].{name}"

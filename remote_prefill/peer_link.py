@@ -109,8 +109,8 @@ class PeerLink:
         """As the Watch feed shows it; ages are those of this moment."""
         meter = self.meter
         remaining = sum(
-            s.ledger.layout.session_bytes(s.ledger.start, s.ledger.end) - s.ledger.raw_bytes
-            for s in self.sessions
+            book.layout.extent_bytes(book.start, book.end, book.chunk_tokens) - book.raw_bytes
+            for book in (session.ledger for session in self.sessions)
         )
         return LinkInfo(
             peer=self.peer,
@@ -231,7 +231,7 @@ class PeerLink:
         mine = replace(mine, link=self._channels.token)
         remote = await self._channels.handshake(mine)
         self._link_lost = False
-        mine.fingerprint.require_compatible(remote.fingerprint)
+        mine.require_compatible(remote)
         options.codecs.negotiate(remote.codecs)
         await self._channels.attach(remote.link)
         for _ in range(PAIRING_PINGS):

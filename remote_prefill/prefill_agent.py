@@ -176,7 +176,7 @@ class PrefillAgent:
         mine = handshake_of(
             self.feed.agent, conn.hello, conn.layout, self.codecs, self.settings.instance
         )
-        mine.fingerprint.require_compatible(theirs.fingerprint)
+        mine.require_compatible(theirs)
         self.codecs.negotiate(theirs.codecs)
         link = self.links.open(client.identity, theirs.name, theirs.link)
         return replace(mine, link=link.token)

@@ -14,8 +14,9 @@ from prfaas.clock import Clock
 from prfaas.codecs import RAW, Codec, encode
 from prfaas.errors import BY_KIND, EngineUnavailable, PrfaasError, ProtocolError, from_kind
 from prfaas.frames import Frame, FrameFlag, crc32c
+from prfaas.layout import LayerGroup
 from prfaas.ledger import Piece, digest_of_crc, piece_digest
-from prfaas.placement import token_rows
+from prfaas.placement import part_of
 from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import PrefillReport
 from prfaas_connect.port.messages import PrefillEnd
@@ -152,7 +153,7 @@ class Sender:
             view.done()
             raise
         loop = asyncio.get_running_loop()
-        item_bytes = self.session.ledger.layout.groups[piece.group].item_bytes
+        group = self.session.ledger.layout.groups[piece.group]
         flags = FrameFlag.CACHED if view.record.cached else FrameFlag.NONE
         left = len(cuts)
 
@@ -166,9 +167,7 @@ class Sender:
             self._put(future, flags)
 
         for cut in cuts:
-            future = self._executor.submit(
-                _encode_cut, self._codec, view.raw, piece, cut, item_bytes
-            )
+            future = self._executor.submit(_encode_cut, self._codec, view.raw, piece, cut, group)
             self._encoding.add(future)
             future.add_done_callback(lambda f: loop.call_soon_threadsafe(encoded, f))
 
@@ -209,13 +208,11 @@ class Sender:
 
 
 def _encode_cut(
-    codec: Codec, raw: npt.NDArray[np.uint8], piece: Piece, cut: Piece, item_bytes: int
+    codec: Codec, raw: npt.NDArray[np.uint8], piece: Piece, cut: Piece, group: LayerGroup
 ) -> Encoded:
-    """In a codec thread: the tokens of `cut` out of the record `piece`."""
-    start = cut.token_start - piece.token_start
-    stop = cut.token_end - piece.token_start
-    rows = token_rows(raw, piece.token_end - piece.token_start, start, stop)
-    codec_id, payload = encode(codec, rows, item_bytes)
+    """In a codec thread: the part `cut` out of the record `piece`."""
+    rows = part_of(raw, piece, cut, keeps_state=group.keeps_state)
+    codec_id, payload = encode(codec, rows, group.item_bytes)
     crc = crc32c(payload)
     digest = digest_of_crc(crc) if codec_id == RAW.id else piece_digest(rows)
     return Encoded(cut, rows.nbytes, digest, codec_id, payload, crc)

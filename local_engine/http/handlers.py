@@ -138,7 +138,8 @@ class Handlers:
             name: getattr(stats, name)
             for name in (
                 "waiting", "waiting_kv", "running", "exporting", "queue_tokens", "context_tokens",
-                "free_blocks", "cached_blocks", "total_blocks", "integrity_failures",
+                "free_blocks", "cached_blocks", "total_blocks", "free_states", "kept_states",
+                "total_states", "integrity_failures",
             )
         }  # fmt: skip
         return web.json_response(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from local_engine.kv.pool import KvPool
+from local_engine.kv.states import NO_SLOT, StatePool
 from local_engine.kv.table import BlockTable
 
 # (q, k, v, dropout, causal) -> (output, log of the sum of exponentials)
@@ -22,12 +24,16 @@ _MIN_RUN_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One sequence's rows [q_start, q_start + q_len) of a step; `ctx_len` tokens precede them."""
+    """One sequence's rows [q_start, q_start + q_len) of a step; `ctx_len` tokens precede them.
+
+    `state`: its slot in the pool of states.
+    """
 
     table: BlockTable
     q_start: int
     q_len: int
     ctx_len: int
+    state: int = NO_SLOT
 
     @property
     def total(self) -> int:
@@ -106,6 +112,24 @@ class PagedKv:
                 out = _attend_split(rows, k, v, part.ctx_len)
             outputs.append(out.reshape(part.q_len, heads, dim))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def read_states(self, layer: int, shape: tuple[int, int, int]) -> Tensor:
+        states = self._state_pool(shape)
+        return states.read(layer, self._state_slots)
+
+    def write_states(self, layer: int, states: Tensor) -> None:
+        self._state_pool(states.shape[1:]).write(layer, self._state_slots, states)
+
+    def _state_pool(self, shape: Sequence[int]) -> StatePool:
+        states = self._pool.states
+        if states is None or states.shape != tuple(shape):
+            raise ValueError(f"the pool keeps no states of {tuple(shape)}")
+        return states
+
+    @cached_property
+    def _state_slots(self) -> Tensor:
+        slots = [part.state for part in self._parts]
+        return torch.tensor(slots, dtype=torch.int64, device=self._pool.device)
 
     def _attend_padded(self, layer: int, grouped: Tensor) -> Tensor:
         """grouped [batch, kv_heads, group, dim] over the padded contexts of all sequences."""

@@ -124,6 +124,17 @@ class BlockManager:
         self._block_of[name] = block
         self._listener.stored(name)
 
+    def forget(self, name: BlockHash) -> None:
+        """Take a name away; its block is free once nobody uses it. Unknown names are ignored."""
+        block = self._block_of.pop(name, None)
+        if block is None:
+            return
+        self._name_of[block] = None
+        if block in self._unused:
+            del self._unused[block]
+            self._give_back(block)
+        self._listener.removed(name)
+
     def clear_cache(self) -> None:
         """Forget all names. Blocks in use stay with their owners, unnamed."""
         for block in self._block_of.values():

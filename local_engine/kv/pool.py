@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from local_engine.kv.states import StatePool
 from local_engine.kv.table import BlockTable
 from prfaas.errors import ConfigError
 from prfaas.layout import KvLayout
@@ -24,11 +27,20 @@ def torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Where a model layer is kept: its group in the layout, its index among the group's layers."""
+
+    group: int
+    index: int
+
+
 class KvPool:
     """Owns the KV tensors of an engine; which block belongs to whom is `BlockManager`'s affair.
 
-    `layers[i]` is [2 (k, v), slots, kv_heads, head_dim] in KV dtype; a block is `block_tokens`
-    slots in a row. `[:, slots]` of it is the canonical layout, so export and import are copies.
+    `layers[i]` is [2 (k, v), slots, kv_heads, head_dim] in KV dtype, of the i-th layer that keeps
+    KV; a block is `block_tokens` slots in a row. `[:, slots]` of it is the canonical layout, so
+    export and import are copies. `states` are those of the recurrent layers, if the model has any.
     """
 
     def __init__(
@@ -37,14 +49,20 @@ class KvPool:
         blocks: int,
         block_tokens: int,
         device: torch.device | str = "cpu",
+        state_slots: int = 0,
     ) -> None:
-        if len(layout.groups) != 1:
+        kv_groups = [group for group in layout.groups if not group.keeps_state]
+        state_groups = [group for group in layout.groups if group.keeps_state]
+        if len(kv_groups) != 1 or len(state_groups) > 1:
             raise ConfigError(
-                f"the pool holds one layer group, the layout has {len(layout.groups)}"
+                f"the pool holds one layer group with KV and one with states at most, the layout "
+                f"has {len(kv_groups)} and {len(state_groups)}"
             )
-        group = layout.groups[0]
-        if group.layers != tuple(range(len(group.layers))):
-            raise ConfigError("the layers of a layer group must be 0, 1, 2, ...")
+        group = kv_groups[0]
+        if sorted(layer for g in layout.groups for layer in g.layers) != list(
+            range(sum(len(g.layers) for g in layout.groups))
+        ):
+            raise ConfigError("the layers of all layer groups must be 0, 1, 2, ...")
         if blocks < 1:
             raise ConfigError("the KV pool has no room for a single block", field="kv_memory_bytes")
         self.layout = layout
@@ -57,6 +75,17 @@ class KvPool:
         # Zeroed, because padding may be read: uninitialised memory can hold NaN.
         shape = (2, blocks * block_tokens, group.kv_heads, group.head_dim)
         self.layers = [torch.zeros(shape, dtype=self.dtype, device=device) for _ in group.layers]
+        self.states = StatePool(state_groups[0], state_slots, self.device) if state_groups else None
+        self.kv_group = layout.groups.index(group)
+        self.places = {
+            layer: LayerPlace(gi, index)
+            for layer, gi, index in sorted(
+                (layer, gi, index)
+                for gi, g in enumerate(layout.groups)
+                for index, layer in enumerate(g.layers)
+            )
+        }
+        """By model layer, in order."""
 
     def new_table(self) -> BlockTable:
         """An empty table on the pool's device."""
@@ -94,3 +123,13 @@ class KvPool:
 def pool_blocks(layout: KvLayout, block_tokens: int, memory_bytes: int) -> int:
     """Blocks of `block_tokens` that fit `memory_bytes`."""
     return memory_bytes // (layout.token_bytes * block_tokens)
+
+
+def pool_state_slots(layout: KvLayout, blocks: int, memory_bytes: int) -> int:
+    """State slots that fit `memory_bytes`, 0 where the layout has no states.
+
+    Whoever has a slot has a block, and so has each kept prefix: more than both can use are none.
+    """
+    if not layout.state_bytes:
+        return 0
+    return min(memory_bytes // layout.state_bytes, 2 * blocks)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 # Called once per layer and step with (layer, k, v): the keys (after rope) and values of this step's
 # tokens, each [tokens, kv_heads, head_dim] in compute dtype. The tensors may be views; a hook may
-# keep them but must not write to them.
+# keep them but must not write to them. Of a recurrent layer: once its states are stored.
 LayerHook = Callable[[int, Tensor, Tensor], None]
 
 
@@ -42,7 +42,10 @@ class ForwardBatch:
 
 
 class AttentionKv(Protocol):
-    """KV storage bound to one `ForwardBatch`; the model knows nothing of pages or slots."""
+    """KV storage bound to one `ForwardBatch`; the model knows nothing of pages or slots.
+
+    `layer` counts the layers that keep KV, or those that keep states, from 0.
+    """
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store this step's keys (after rope) and values, each [tokens, kv_heads, head_dim]."""
@@ -53,3 +56,12 @@ class AttentionKv(Protocol):
         Scores are scaled by head_dim ** -0.5; query head h reads kv head h // (heads / kv_heads).
         Called after `write` of the same layer. Returns [tokens, heads, head_dim] in q's dtype.
         """
+
+    def read_states(self, layer: int, shape: tuple[int, int, int]) -> Tensor:
+        """States of the batch's sequences before this step, float32 [sequences, *shape].
+
+        A copy; zeros where a sequence begins. `shape`: heads, state_dim, head_dim.
+        """
+
+    def write_states(self, layer: int, states: Tensor) -> None:
+        """Store the states after this step's tokens, in the form `read_states` gives."""

@@ -5,16 +5,34 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import msgspec
 
 from local_engine.models.rope import Llama3Scaling, Rope
 from prfaas.errors import ConfigError
+from prfaas.layout import GroupKind, KvLayout, LayerGroup
 
-SUPPORTED_ARCHITECTURES = ("llama",)
+LLAMA = "llama"
+HYBRID = "prfaas_hybrid"
+"""Llama layers and gated linear attention in turn; no published model has it, tests do."""
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLayers:
+    """Layers with one state for all tokens, [key_dim, value_dim] for each of `heads`."""
+
+    layers: tuple[int, ...]
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model config: linear {name} must be positive", field=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +53,7 @@ class ModelConfig:
     tied_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    recurrent: RecurrentLayers | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "layers", "max_context"):
@@ -50,6 +69,28 @@ class ModelConfig:
                 f"model config: head_dim {self.head_dim} must be even", field="head_dim"
             )
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers that keep KV of each token."""
+        recurrent = self.recurrent.layers if self.recurrent else ()
+        return tuple(layer for layer in range(self.layers) if layer not in recurrent)
+
+    def kv_layout(self, kv_dtype: str) -> KvLayout:
+        """What a sequence leaves behind in all layers."""
+        groups = [
+            LayerGroup(
+                GroupKind.FULL, self.attention_layers, self.kv_heads, self.head_dim, kv_dtype
+            )
+        ]
+        if self.recurrent:
+            r = self.recurrent
+            groups.append(
+                LayerGroup(
+                    GroupKind.RECURRENT, r.layers, r.heads, r.value_dim, "float32", r.key_dim
+                )
+            )
+        return KvLayout(tuple(groups))
+
     def digest(self) -> str:
         """Digest of everything that decides KV values besides weights and tokens.
 
@@ -57,7 +98,7 @@ class ModelConfig:
         agree; context length, vocabulary padding and weight tying do not change KV and are left
         out.
         """
-        fields = {
+        fields: dict[str, Any] = {
             "architecture": self.architecture,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -71,6 +112,8 @@ class ModelConfig:
             "mlp_bias": self.mlp_bias,
             "windows": None,
         }
+        if self.recurrent:
+            fields["recurrent"] = asdict(self.recurrent)
         text = json.dumps(fields, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -108,13 +151,17 @@ class _HfConfig(msgspec.Struct):
     rope_scaling: _HfRope | None = None
     rope_parameters: _HfRope | None = None
     sliding_window: int | None = None
+    layer_types: list[str] | None = None
+    linear_num_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
     quantization_config: dict[str, Any] | None = None
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Parse a decoded config.json. Raises ConfigError naming the field or the architecture."""
     architecture = raw.get("model_type")
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    if architecture not in (LLAMA, HYBRID):
         raise _unsupported_architecture(architecture)
     try:
         hf = msgspec.convert(dict(raw), _HfConfig)
@@ -145,6 +192,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         tied_embeddings=hf.tie_word_embeddings,
         attention_bias=hf.attention_bias,
         mlp_bias=hf.mlp_bias,
+        recurrent=_recurrent_from_hf(hf) if architecture == HYBRID else None,
     )
 
 
@@ -157,7 +205,7 @@ def config_from_gguf(
     Raises ConfigError naming the key or the architecture.
     """
     architecture = metadata.get("general.architecture")
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    if architecture != LLAMA:
         raise _unsupported_architecture(architecture)
 
     def get(key: str, default: Any = None) -> Any:
@@ -207,9 +255,25 @@ def config_from_gguf(
 
 def _unsupported_architecture(architecture: object) -> ConfigError:
     return ConfigError(
-        f"model architecture {architecture!r} is not supported "
-        f"(supported: {', '.join(SUPPORTED_ARCHITECTURES)})",
+        f"model architecture {architecture!r} is not supported (supported: {LLAMA})",
         field="architecture",
+    )
+
+
+def _recurrent_from_hf(hf: _HfConfig) -> RecurrentLayers:
+    kinds = hf.layer_types or []
+    wrong = sorted(set(kinds) - {"full_attention", "linear_attention"})
+    if wrong or len(kinds) != hf.num_hidden_layers or len(set(kinds)) < 2:
+        raise ConfigError(
+            f"layer_types must say full_attention or linear_attention for each of "
+            f"{hf.num_hidden_layers} layers, and both at least once",
+            field="layer_types",
+        )
+    return RecurrentLayers(
+        tuple(index for index, kind in enumerate(kinds) if kind == "linear_attention"),
+        hf.linear_num_heads,
+        hf.linear_key_head_dim,
+        hf.linear_value_head_dim,
     )
 
 

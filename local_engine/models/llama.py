@@ -49,12 +49,16 @@ class LlamaModel:
         self.config = config
         self.dtype = dtype
         self.device = device
-        load = _WeightLoader(source, dtype, device)
+        load = WeightLoader(source, dtype, device)
         self._embed = load("model.embed_tokens.weight")
         self._norm = load("model.norm.weight")
         self._lm_head = self._embed if config.tied_embeddings else load("lm_head.weight")
         self._layers = [_load_layer(config, index, load) for index in range(config.layers)]
         self._inv_freq = config.rope.inverse_frequencies().to(device).unsqueeze(0)
+        self._load_more(load)
+
+    def _load_more(self, load: WeightLoader) -> None:
+        """Weights that the layers of another architecture have besides."""
 
     @torch.inference_mode()
     def forward(
@@ -133,12 +137,21 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     attention = {"q": (q_rows, hidden), "k": (kv_rows, hidden), "v": (kv_rows, hidden)}
     attention["o"] = (hidden, q_rows)
     mlp = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+    recurrent = config.recurrent.layers if config.recurrent else ()
     for index in range(config.layers):
         prefix = f"model.layers.{index}"
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
+        mixer = attention
+        if config.recurrent and index in recurrent:
+            r = config.recurrent
+            key_rows, value_rows = r.heads * r.key_dim, r.heads * r.value_dim
+            mixer = {"q": (key_rows, hidden), "k": (key_rows, hidden), "v": (value_rows, hidden)}
+            mixer["o"] = (hidden, value_rows)
+            shapes[f"{prefix}.self_attn.decay_proj.weight"] = (r.heads, hidden)
+            shapes[f"{prefix}.self_attn.decay_proj.bias"] = (r.heads,)
         for block, matrices, bias in (
-            ("self_attn", attention, config.attention_bias),
+            ("self_attn", mixer, config.attention_bias),
             ("mlp", mlp, config.mlp_bias),
         ):
             for name, shape in matrices.items():
@@ -148,7 +161,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class _WeightLoader:
+class WeightLoader:
     """Reads tensors, stacks them along their first dimension, and casts them to their home."""
 
     def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
@@ -163,7 +176,7 @@ class _WeightLoader:
         return torch.cat(parts)
 
 
-def _load_layer(config: ModelConfig, index: int, load: _WeightLoader) -> LayerWeights:
+def _load_layer(config: ModelConfig, index: int, load: WeightLoader) -> LayerWeights:
     prefix = f"model.layers.{index}"
 
     def stack(block: str, suffix: str, *names: str) -> Tensor:

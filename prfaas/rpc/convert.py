@@ -130,6 +130,7 @@ def fingerprint_to_pb(value: Fingerprint) -> pb.Fingerprint:
                 kv_heads=g.kv_heads,
                 head_dim=g.head_dim,
                 dtype=g.dtype,
+                state_dim=g.state_dim,
             )
             for g in value.layout.groups
         ],
@@ -141,7 +142,14 @@ def fingerprint_from_pb(message: pb.Fingerprint) -> Fingerprint:
     for i, g in enumerate(message.groups):
         try:
             groups.append(
-                LayerGroup(GroupKind(g.kind), tuple(g.layers), g.kv_heads, g.head_dim, g.dtype)
+                LayerGroup(
+                    GroupKind(g.kind),
+                    tuple(g.layers),
+                    g.kv_heads,
+                    g.head_dim,
+                    g.dtype,
+                    g.state_dim,
+                )
             )
         except (LayoutError, ValueError) as exc:
             raise IncompatibleLayout(f"groups[{i}]: {exc}", field=f"groups[{i}]") from exc

@@ -28,6 +28,7 @@ class ContiguousKv:
     def __init__(self) -> None:
         self._stored: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._spans: tuple[Span, ...] = ()
+        self._states: dict[tuple[int, int], Tensor] = {}
 
     def begin(self, spans: Sequence[Span]) -> None:
         """Name the sequences of the next batch, in row order."""
@@ -62,3 +63,12 @@ class ContiguousKv:
                 enable_gqa=True,
             ).transpose(0, 1)
         return out
+
+    def read_states(self, layer: int, shape: tuple[int, int, int]) -> Tensor:
+        return torch.stack(
+            [self._states.get((layer, s.seq_id), torch.zeros(shape)) for s in self._spans]
+        )
+
+    def write_states(self, layer: int, states: Tensor) -> None:
+        for span, state in zip(self._spans, states, strict=True):
+            self._states[layer, span.seq_id] = state

@@ -62,6 +62,15 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
 
 
+@pytest.fixture(scope="session")
+def tiny_hybrid_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random hybrid: recurrent layers first, between and last, two attention layers."""
+    from prfaas.testing.tinymodel import make_tiny_model
+
+    directory = tmp_path_factory.mktemp("hybrid") / "model"
+    return make_tiny_model(directory, layers=5, recurrent=(0, 2, 4))
+
+
 @pytest.fixture
 async def no_task_left() -> AsyncIterator[None]:
     """Fail a test that leaves an asyncio task running."""

@@ -12,11 +12,15 @@ from prfaas.ledger import Piece
 def split_pieces(
     layout: KvLayout, start: int, end: int, chunk_tokens: int, rng: random.Random
 ) -> list[Piece]:
-    """Every tensor of [start, end), some of them cut by tokens, some by heads; in wire order."""
+    """Every tensor of [start, end), some of them cut by tokens, some by heads; in wire order.
+
+    States are cut by heads only.
+    """
     pieces: list[Piece] = []
     for extent in layout.extents(start, end, chunk_tokens):
         span, heads = extent.span, layout.groups[extent.group].kv_heads
-        token_cuts = _cuts(span.start, span.end, rng)
+        whole = layout.groups[extent.group].keeps_state
+        token_cuts = [span.start, span.end] if whole else _cuts(span.start, span.end, rng)
         head_cuts = _cuts(0, heads, rng)
         pieces += [
             Piece(span.index, extent.layer, extent.group, t0, t1, h0, h1)

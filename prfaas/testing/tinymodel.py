@@ -1,9 +1,10 @@
-"""A tiny random Llama model on disk, in the format of a Hugging Face directory."""
+"""A tiny random model on disk, in the format of a Hugging Face directory: Llama, or a hybrid."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,16 @@ def make_tiny_model(
     tied: bool = False,
     rope_scaling: dict[str, Any] | None = None,
     shards: int = 1,
+    recurrent: Sequence[int] = (),
+    linear_heads: int = 2,
+    linear_dim: int = 16,
 ) -> Path:
     """Write config.json, weights, tokenizer.json and chat template; returns `directory`.
 
     The same arguments give the same weights on every machine. Logits have a deviation of about 8,
     so that greedy decoding has clear winners; special tokens never win, so answers run to
-    `max_tokens`. Needs neither torch nor transformers.
+    `max_tokens`. Layers in `recurrent` are gated linear attention, which makes it a hybrid: its
+    states remember tens to hundreds of tokens. Needs neither torch nor transformers.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(vocab_size)
@@ -70,6 +75,18 @@ def make_tiny_model(
         "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
         "dtype": "float32",
     }
+    if recurrent:
+        config |= {
+            "architectures": ["PrfaasHybridForCausalLM"],
+            "model_type": "prfaas_hybrid",
+            "layer_types": [
+                "linear_attention" if layer in recurrent else "full_attention"
+                for layer in range(layers)
+            ],
+            "linear_num_heads": linear_heads,
+            "linear_key_head_dim": linear_dim,
+            "linear_value_head_dim": linear_dim,
+        }
     weights = _random_weights(config, np.random.default_rng(seed))
     _write_json(directory / "config.json", config)
     _write_weights(directory, weights, shards)
@@ -127,18 +144,37 @@ def _random_weights(config: dict[str, Any], rng: np.random.Generator) -> _Weight
     def norm() -> npt.NDArray[np.float32]:
         return np.asarray(rng.uniform(0.8, 1.2, hidden), dtype=np.float32)
 
+    def linear_attention(prefix: str) -> _Weights:
+        heads, rows = config["linear_num_heads"], config["linear_key_head_dim"]
+        values = heads * config["linear_value_head_dim"]
+        return {
+            f"{prefix}.q_proj.weight": matrix(heads * rows, hidden, gain=1.5),
+            f"{prefix}.k_proj.weight": matrix(heads * rows, hidden, gain=1.5),
+            f"{prefix}.v_proj.weight": matrix(values, hidden, gain=2.0),
+            f"{prefix}.o_proj.weight": matrix(hidden, values, gain=1.5),
+            f"{prefix}.decay_proj.weight": matrix(heads, hidden, gain=0.5),
+            # Half-lives from a few tokens to a few hundred.
+            f"{prefix}.decay_proj.bias": np.linspace(2.0, 6.0, heads, dtype=np.float32),
+        }
+
     weights: _Weights = {
         "model.embed_tokens.weight": matrix(vocab, hidden, gain=hidden**0.5),
         "model.norm.weight": norm(),
     }
-    for index in range(config["num_hidden_layers"]):
+    kinds = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    for index, kind in enumerate(kinds):
         prefix = f"model.layers.{index}"
+        weights[f"{prefix}.input_layernorm.weight"] = norm()
+        if kind == "linear_attention":
+            weights |= linear_attention(f"{prefix}.self_attn")
+        else:
+            weights |= {
+                f"{prefix}.self_attn.q_proj.weight": matrix(q_rows, hidden, gain=1.5),
+                f"{prefix}.self_attn.k_proj.weight": matrix(kv_rows, hidden, gain=1.5),
+                f"{prefix}.self_attn.v_proj.weight": matrix(kv_rows, hidden, gain=2.0),
+                f"{prefix}.self_attn.o_proj.weight": matrix(hidden, q_rows, gain=1.5),
+            }
         weights |= {
-            f"{prefix}.input_layernorm.weight": norm(),
-            f"{prefix}.self_attn.q_proj.weight": matrix(q_rows, hidden, gain=1.5),
-            f"{prefix}.self_attn.k_proj.weight": matrix(kv_rows, hidden, gain=1.5),
-            f"{prefix}.self_attn.v_proj.weight": matrix(kv_rows, hidden, gain=2.0),
-            f"{prefix}.self_attn.o_proj.weight": matrix(hidden, q_rows, gain=1.5),
             f"{prefix}.post_attention_layernorm.weight": norm(),
             f"{prefix}.mlp.gate_proj.weight": matrix(inner, hidden),
             f"{prefix}.mlp.up_proj.weight": matrix(inner, hidden),

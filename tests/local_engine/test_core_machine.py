@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from local_engine.testing import CHAIN_LAYERS, CHAIN_LAYOUT, CoreHarness, chain_kv
-from prfaas.layout import chunk_spans
+from local_engine.testing import (
+    CHAIN_LAYOUT,
+    HYBRID_CHAIN_LAYOUT,
+    CoreHarness,
+    chain_kv,
+    chain_state,
+)
 from prfaas.limits import Limits
 from prfaas.testing.fake_port import FakePort
 from prfaas_connect.port.messages import (
@@ -38,10 +44,15 @@ PROMPTS = st.builds(
 class EngineMachine(RuleBasedStateMachine):
     """One engine in both roles; the machine plays clients and agent."""
 
+    layout = CHAIN_LAYOUT
+    state_slots = 0
+
     def __init__(self) -> None:
         super().__init__()
         self.port = FakePort(ring_bytes=20 * LAYER_TOKEN, staging_bytes=1 << 18)
         self.engine = CoreHarness(
+            layout=self.layout,
+            state_slots=self.state_slots,
             blocks=20,
             block_tokens=4,
             chunk_tokens=CHUNK,
@@ -110,17 +121,18 @@ class EngineMachine(RuleBasedStateMachine):
         fetch, prompt = self.fetches.pop(session)
         end = fetch.want if status == "staged" else 0
         if status == "partial":
-            end = data.draw(st.integers(fetch.have + 1, fetch.want))
+            points = self.layout.checkpoints(fetch.have, fetch.want, CHUNK)
+            end = data.draw(st.sampled_from(points or range(fetch.have + 1, fetch.want + 1)))
         offset = self.staging_at
         if end:
             self.extents.add(session)
-            self.staging_at += CHAIN_LAYOUT.session_bytes(fetch.have, end)
+            self.staging_at += self.layout.session_bytes(fetch.have, end)
             if self.staging_at > len(self.port.staging_memory):
                 self.staging_at = offset
                 end, status = 0, "local"
                 self.extents.discard(session)
-        for extent in CHAIN_LAYOUT.extents(fetch.have, max(end, fetch.have), CHUNK):
-            rows = chain_kv(prompt, extent.layer)[:, extent.span.start : extent.span.end]
+        for extent in self.layout.extents(fetch.have, max(end, fetch.have), CHUNK):
+            rows = self.right(prompt, extent.layer, extent.span.start, extent.span.end)
             at = offset + extent.offset
             self.port.staging_memory[at : at + extent.nbytes] = np.frombuffer(
                 rows.tobytes(), dtype=np.uint8
@@ -192,18 +204,24 @@ class EngineMachine(RuleBasedStateMachine):
             records = self.received.pop(end.session)
             assert end.records == len(records)
             if end.status == "done":
-                spans = chunk_spans(send_from, len(prompt), CHUNK)
-                want = {(s.start, s.end, la) for s in spans for la in range(CHAIN_LAYERS)}
+                extents = self.layout.extents(send_from, len(prompt), CHUNK)
+                want = [(e.span.start, e.span.end, e.layer) for e in extents]
                 got = [(r.token_start, r.token_end, r.layer) for r in records]
-                assert set(got) == want
-                assert len(got) == len(want)
+                assert got == want, "not everything, or not in wire order"
             else:
                 assert end.status == "cancelled"
 
     def check_record(self, record: Record) -> None:
         prompt, _ = self.exports[record.session]
-        rows = chain_kv(prompt, record.layer)[:, record.token_start : record.token_end]
+        rows = self.right(prompt, record.layer, record.token_start, record.token_end)
         assert self.port.record_bytes(record) == rows.tobytes()
+
+    def right(self, prompt: list[int], layer: int, start: int, end: int) -> npt.NDArray[np.float32]:
+        """What tokens [start, end) leave in a layer, or the state after them."""
+        place = self.engine.pool.places[layer]
+        if self.layout.groups[place.group].keeps_state:
+            return chain_state(prompt[:end], place.index)
+        return chain_kv(prompt, place.index)[:, start:end]
 
     def after(self) -> None:
         self.listen()
@@ -237,5 +255,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.waiting == stats.running == stats.exporting == stats.queue_tokens == 0
 
 
+class HybridEngineMachine(EngineMachine):
+    """The same with states: of five slots some run and some keep, so that both are short."""
+
+    layout = HYBRID_CHAIN_LAYOUT
+    state_slots = 5
+
+
 EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestEngineMachine = EngineMachine.TestCase
+HybridEngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestHybridEngineMachine = HybridEngineMachine.TestCase

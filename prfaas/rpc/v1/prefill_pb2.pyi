@@ -11,18 +11,20 @@ class FrameBytes(_message.Message):
     def __init__(self) -> None: ...
 
 class LayerGroup(_message.Message):
-    __slots__ = ("kind", "layers", "kv_heads", "head_dim", "dtype")
+    __slots__ = ("kind", "layers", "kv_heads", "head_dim", "dtype", "state_dim")
     KIND_FIELD_NUMBER: _ClassVar[int]
     LAYERS_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     HEAD_DIM_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    STATE_DIM_FIELD_NUMBER: _ClassVar[int]
     kind: str
     layers: _containers.RepeatedScalarFieldContainer[int]
     kv_heads: int
     head_dim: int
     dtype: str
-    def __init__(self, kind: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
+    state_dim: int
+    def __init__(self, kind: _Optional[str] = ..., layers: _Optional[_Iterable[int]] = ..., kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., dtype: _Optional[str] = ..., state_dim: _Optional[int] = ...) -> None: ...
 
 class Fingerprint(_message.Message):
     __slots__ = ("wire_major", "model_identity", "config_digest", "tokenizer_digest", "adapters", "groups")
