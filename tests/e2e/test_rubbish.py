@@ -189,9 +189,14 @@ def test_rubbish_at_every_door(slow: RunningStack) -> None:
             list(pool.map(lambda knocked: knock(*knocked, rng), knocks))
 
     knock_at_all()
-    before = sizes(slow)
-    knock_at_all()
-    assert growth(before, sizes(slow), spare_fds=8) == []
+    # A leak grows each time; a pool or an allocator that was not full yet grows once more at most.
+    for _attempt in range(3):
+        before = sizes(slow)
+        knock_at_all()
+        grown = growth(before, sizes(slow), spare_fds=8)
+        if not grown:
+            break
+    assert grown == []
     assert slow.pids == pids
 
 
