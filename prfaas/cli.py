@@ -38,6 +38,18 @@ def _serving(command: Command) -> Command:
     return command
 
 
+def _beside_an_engine(command: Command) -> Command:
+    """The options of an agent."""
+    for option in (
+        click.option("--kv-events", help="ZMQ endpoint of vLLM's KV events."),
+        click.option("--engine-url", help="Base URL of vLLM's OpenAI server."),
+        click.option("--engine", type=click.Choice(["embedded", "vllm"]), help="Engine beside it."),
+        click.option("--socket", type=_PATH, help="KvPort unix socket it listens on."),
+    ):
+        command = option(command)
+    return command
+
+
 @click.group()
 @click.version_option(package_name="prfaas")
 def cli() -> None:
@@ -91,36 +103,36 @@ def engine(
 
 @cli.command()
 @_serving
-@click.option("--socket", type=_PATH, help="KvPort unix socket it listens on.")
+@_beside_an_engine
 def agent(
     config: Path | None,
     host: str | None,
     port: int | None,
     ready_fd: int | None,
-    socket: Path | None,
+    **options: Any,
 ) -> None:
     """Run the agent beside a decode engine."""
     from remote_prefill.agent_main import serve
 
-    settings = _settings(config, "agent", host=host, port=port, socket=socket)
+    settings = _settings(config, "agent", host=host, port=port, **_vllm_options(options))
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     _run(serve(settings, _ready(ready_fd)))
 
 
 @cli.command()
 @_serving
-@click.option("--socket", type=_PATH, help="KvPort unix socket it listens on.")
+@_beside_an_engine
 def prefill(
     config: Path | None,
     host: str | None,
     port: int | None,
     ready_fd: int | None,
-    socket: Path | None,
+    **options: Any,
 ) -> None:
     """Run the remote prefill service: the agent beside a prefill engine."""
     from remote_prefill.prefill_main import serve
 
-    settings = _settings(config, "prefill", host=host, port=port, socket=socket)
+    settings = _settings(config, "prefill", host=host, port=port, **_vllm_options(options))
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     _run(serve(settings, _ready(ready_fd)))
 
@@ -223,11 +235,22 @@ def _settings(
     settings = load_settings(config)
     given = {name: value for name, value in options.items() if value is not None}
     current = getattr(settings, section)
+    for name, value in given.items():
+        if isinstance(value, dict):
+            given[name] = {**dict(getattr(current, name)), **value}
     try:
         changed = type(current).model_validate({**dict(current), **given})
     except ValidationError as exc:
         raise ConfigError(validation_message(exc, prefix=section)) from exc
     return settings.model_copy(update={section: changed})
+
+
+def _vllm_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Those of an agent, with what concerns its vLLM where the settings have it."""
+    names = {"engine_url": "url", "kv_events": "kv_events"}
+    vllm = {names[key]: options.pop(key) for key in names if options.get(key) is not None}
+    others = {key: value for key, value in options.items() if key not in names}
+    return {**others, "vllm": vllm} if vllm else others
 
 
 def _ready(ready_fd: int | None) -> Callable[[int], None]:

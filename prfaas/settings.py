@@ -88,6 +88,22 @@ class PolicySettings(Section):
     )
 
 
+class VllmSettings(Section):
+    """How an agent reaches the vLLM beside it, apart from KvPort."""
+
+    url: str = Field("http://127.0.0.1:8000", description="Base URL of its OpenAI server.")
+    api_key: SecretStr = Field(SecretStr(""), description="Its API key, where it asks for one.")
+    kv_events: str = Field(
+        "tcp://127.0.0.1:5557",
+        description="ZMQ endpoint of its KV events (`--kv-events-config`); empty: none, and its "
+        "prefix cache is unknown.",
+    )
+    kv_events_replay: str = Field(
+        "", description="ZMQ endpoint that replays events; empty: none, a gap voids the index."
+    )
+    poll_s: float = Field(0.25, gt=0, le=1, description="Time between two readings of /metrics.")
+
+
 class EngineEndpoint(Section):
     """A decode engine the gateway relays to, and its agent."""
 
@@ -231,6 +247,10 @@ class AgentSettings(Section):
 
     name: str = Field("agent", description="Name of this agent.")
     socket: Path = Field(Path("/tmp/prfaas-agent.sock"), description="KvPort unix socket.")
+    engine: Literal["embedded", "vllm"] = Field(
+        "embedded", description="Engine beside it; `vllm` is also asked over HTTP and ZMQ."
+    )
+    vllm: VllmSettings = Field(VllmSettings(), description="Where `engine` is `vllm`.")
     host: str = Field("127.0.0.1", description="Watch listen address; loopback only without TLS.")
     port: int = Field(8101, ge=0, le=65535, description="Watch listen port; 0 picks one.")
     tls: TlsSettings | None = Field(
@@ -282,6 +302,10 @@ class PrefillSettings(Section):
     peer: str = Field("peer", description="Peer name.")
     instance: str = Field("prefill-0", description="Instance name.")
     socket: Path = Field(Path("/tmp/prfaas-prefill.sock"), description="KvPort unix socket.")
+    engine: Literal["embedded", "vllm"] = Field(
+        "embedded", description="Engine beside it; `vllm` is also asked over HTTP and ZMQ."
+    )
+    vllm: VllmSettings = Field(VllmSettings(), description="Where `engine` is `vllm`.")
     host: str = Field("127.0.0.1", description="Listen address; loopback only without TLS.")
     port: int = Field(8201, ge=0, le=65535, description="Listen port; 0 picks one.")
     tls: TlsSettings | None = Field(

@@ -20,6 +20,7 @@ from remote_prefill.metrics import metrics_server
 from remote_prefill.standard_services import HealthReporter, add_reflection
 from remote_prefill.telemetry_service import TELEMETRY, TelemetryService
 from remote_prefill.transport import WATCH_REQUEST_BYTES, bind, gates, server_options
+from remote_prefill.vllm_engine import check_vllm
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,7 @@ class AgentServer:
     def __init__(self, settings: Settings) -> None:
         mine, limits = settings.agent, settings.limits
         require_tls_or_loopback(mine.host, mine.tls, "agent.host")
+        check_vllm(mine)
         self._files = open_files(mine.tls, "both", "agent.tls")
         self._settings = mine
         self.agent = agent = DecodeAgent(settings, tls=self._files)
@@ -45,6 +47,7 @@ class AgentServer:
             verify_import=mine.verify_import,
             max_queue=limits.port_send_queue,
             on_engine=agent.on_engine,
+            on_rank=agent.on_rank,
         )
         self._server = grpc.aio.server(
             interceptors=gates(mine.tls, MAX_RPCS),

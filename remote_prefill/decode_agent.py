@@ -11,7 +11,7 @@ from typing import Any
 
 from prfaas.clock import SYSTEM_CLOCK, Clock
 from prfaas.codecs import default_codecs
-from prfaas.kvport import EngineConn, PortClosed
+from prfaas.kvport import EngineConn, PortClosed, RankConn
 from prfaas.placement import StagingMap
 from prfaas.settings import Settings
 from prfaas.snapshot import Outcome
@@ -38,6 +38,7 @@ from remote_prefill.mirror import EngineMirror
 from remote_prefill.numeric_probe import local_probe
 from remote_prefill.peer_pool import PeerPool
 from remote_prefill.staging import StagingPool
+from remote_prefill.vllm_engine import VllmEngine, vllm_beside
 from remote_prefill.watch import WatchFeed
 
 log = logging.getLogger(__name__)
@@ -46,9 +47,16 @@ log = logging.getLogger(__name__)
 class EngineSide:
     """One engine connection: its exports, staging, fetches and probe; `close` when it has ended."""
 
-    def __init__(self, conn: EngineConn, max_waiting: int, probe_timeout_s: float) -> None:
+    def __init__(
+        self,
+        conn: EngineConn,
+        max_waiting: int,
+        probe_timeout_s: float,
+        vllm: VllmEngine | None = None,
+    ) -> None:
         self.conn = conn
-        self.hub = ExportHub(conn)
+        self.hub = ExportHub(conn, vllm.submitter if vllm else None)
+        self._vllm = vllm
         self.staging = StagingPool(conn.staging, max_waiting)
         self.jobs: dict[str, FetchJob] = {}
         self._probe_timeout_s = probe_timeout_s
@@ -65,6 +73,8 @@ class EngineSide:
     async def close(self, reason: str) -> None:
         """Everything of this connection is void."""
         self.hub.close()
+        if self._vllm is not None:
+            await self._vllm.close()
         if self._probe is not None:
             self._probe.cancel()
             await asyncio.gather(self._probe, return_exceptions=True)
@@ -137,13 +147,21 @@ class DecodeAgent:
 
     async def on_engine(self, conn: EngineConn) -> None:
         """Serve one engine connection until it ends."""
-        side = EngineSide(conn, self.limits.agent_max_sessions, self.limits.first_frame_timeout_s)
+        vllm = vllm_beside(
+            self.settings, conn, on_stats=self._mirror.stats, on_events=self._mirror.kv_events,
+            clock=self.clock,
+        )  # fmt: skip
+        side = EngineSide(
+            conn, self.limits.agent_max_sessions, self.limits.first_frame_timeout_s, vllm
+        )
         self.side = side
         self._mirror.connected(conn)
         self.pool.set_local(LocalEngine(conn, side.hub, side.probe))
         self._publish()
         log.info("engine connected engine=%r model=%r", conn.hello.engine, conn.hello.model)
         try:
+            if vllm is not None:
+                vllm.start()
             async for message, blob in conn:
                 try:
                     self._on_message(side, message, blob)
@@ -161,6 +179,16 @@ class DecodeAgent:
                 self._mirror.disconnected()
                 self._publish()
             log.info("engine gone engine=%r", conn.hello.engine)
+
+    async def on_rank(self, conn: EngineConn, rank: RankConn) -> None:
+        """Serve one more process of the engine until it leaves."""
+        side = self.side
+        if side is None or side.conn is not conn:
+            return
+        try:
+            await side.hub.serve_rank(rank)
+        except PortError as exc:
+            log.error("%r broke the port protocol: %s", rank, exc)
 
     def _on_message(self, side: EngineSide, message: PortMessage, blob: bytes) -> None:
         if isinstance(message, Record):

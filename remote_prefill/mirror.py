@@ -58,7 +58,8 @@ class EngineMirror:
         self._draining = True
         self.publish()
 
-    def stats(self, stats: Stats) -> None:
+    def stats(self, stats: Stats | None) -> None:
+        """None: the load is not known any more."""
         self._stats = stats
         self.publish()
 

@@ -47,7 +47,7 @@ async def local_probe(conn: EngineConn, hub: ExportHub, timeout_s: float) -> Sta
     Raises EngineUnavailable or PrefillTimeout.
     """
     hello = conn.hello
-    if "prefill" not in hello.roles:
+    if "prefill" not in hello.roles and not hub.submits:
         raise EngineUnavailable(
             "the decode engine does not offer prefill, so the pair cannot be probed"
         )

@@ -22,7 +22,7 @@ from prfaas.errors import (
     UnknownModel,
 )
 from prfaas.frames import Frame
-from prfaas.kvport import EngineConn, PortClosed
+from prfaas.kvport import EngineConn, PortClosed, RankConn
 from prfaas.limits import Limits
 from prfaas.rpc import convert
 from prfaas.send_session import SendSession, SendState
@@ -49,6 +49,7 @@ from remote_prefill.retention import RetentionPool
 from remote_prefill.sender import Sender, SenderOptions
 from remote_prefill.served_link import LinkTable
 from remote_prefill.served_session import ServedSession
+from remote_prefill.vllm_engine import vllm_beside
 from remote_prefill.watch import WatchFeed
 
 log = logging.getLogger(__name__)
@@ -109,11 +110,17 @@ class PrefillAgent:
 
     async def on_engine(self, conn: EngineConn) -> None:
         """Serve one engine connection until it ends."""
-        hub = ExportHub(conn)
+        vllm = vllm_beside(
+            self.settings, conn, on_stats=self._on_stats, on_events=self._on_events,
+            clock=self.clock,
+        )  # fmt: skip
+        hub = ExportHub(conn, vllm.submitter if vllm else None)
         self._conn, self._hub = conn, hub
         self._mirror.connected(conn)
         log.info("engine connected engine=%r model=%r", conn.hello.engine, conn.hello.model)
         try:
+            if vllm is not None:
+                vllm.start()
             async for message, _ in conn:
                 try:
                     self._on_message(conn, hub, message)
@@ -122,10 +129,22 @@ class PrefillAgent:
         finally:
             conn.close()
             hub.close()
+            if vllm is not None:
+                await vllm.close()
             if self._conn is conn:
                 self._conn = self._hub = None
                 self._mirror.disconnected()
             log.info("engine gone engine=%r", conn.hello.engine)
+
+    async def on_rank(self, conn: EngineConn, rank: RankConn) -> None:
+        """Serve one more process of the engine until it leaves."""
+        hub = self._hub
+        if hub is None or self._conn is not conn:
+            return
+        try:
+            await hub.serve_rank(rank)
+        except PortError as exc:
+            log.error("%r broke the port protocol: %s", rank, exc)
 
     def _on_message(self, conn: EngineConn, hub: ExportHub, message: object) -> None:
         try:
@@ -134,10 +153,9 @@ class PrefillAgent:
             elif isinstance(message, PrefillEnd):
                 hub.on_end(message)
             elif isinstance(message, Stats):
-                self._mirror.stats(message)
-                self._announce()
+                self._on_stats(message)
             elif isinstance(message, KvEvents):
-                self._mirror.kv_events(message)
+                self._on_events(message)
             elif isinstance(message, Fetch):
                 conn.send(FetchDone(message.session, "local", "not_a_decode_agent"))
             elif not isinstance(message, Abort | Release):
@@ -145,6 +163,13 @@ class PrefillAgent:
         except PortError as exc:
             log.error("engine broke the port protocol: %s", exc)
             conn.close()
+
+    def _on_stats(self, stats: Stats | None) -> None:
+        self._mirror.stats(stats)
+        self._announce()
+
+    def _on_events(self, events: KvEvents) -> None:
+        self._mirror.kv_events(events)
 
     @property
     def engine(self) -> EngineConn | None:

@@ -29,6 +29,7 @@ from remote_prefill.transport import (
     server_options,
     use_congestion,
 )
+from remote_prefill.vllm_engine import check_vllm
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class PrefillServer:
     def __init__(self, settings: Settings) -> None:
         mine, limits = settings.prefill, settings.limits
         require_tls_or_loopback(mine.host, mine.tls, "prefill.host")
+        check_vllm(mine)
         self._files = open_files(mine.tls, "server", "prefill.tls")
         self._settings = mine
         self.agent = agent = PrefillAgent(mine, limits)
@@ -55,6 +57,7 @@ class PrefillServer:
             staging_bytes=STAGING_BYTES,
             max_queue=limits.port_send_queue,
             on_engine=agent.on_engine,
+            on_rank=agent.on_rank,
         )
         most = limits.agent_max_sessions + SPARE_RPCS
         self._server = grpc.aio.server(

@@ -1,0 +1,156 @@
+"""vLLM's HTTP API as an agent uses it: prefills by token ids, metrics, health."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+
+from prfaas.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PrfaasError,
+    Unauthorized,
+    UnknownModel,
+)
+from prfaas.settings import VllmSettings
+
+EXPORT_PARAM = "prfaas_export"
+"""Key of ours in `kv_transfer_params`; the connector's producer has the same."""
+RETRY_AFTER_S = 1.0
+MAX_METRICS_BYTES = 8 << 20
+MAX_ERROR_BYTES = 4096
+CONNECT_TIMEOUT_S = 3.0
+POLL_TIMEOUT_S = 2.0
+
+
+class VllmApi:
+    """Owns the HTTP connections to one vLLM server; `close` ends them.
+
+    All methods raise EngineUnavailable where it cannot be reached, Unauthorized where it wants
+    another key.
+    """
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._url = settings.url.rstrip("/")
+        key = settings.api_key.get_secret_value()
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._session: aiohttp.ClientSession | None = None
+
+    async def close(self) -> None:
+        """End all requests under way."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def metrics(self) -> str:
+        """The text of /metrics."""
+        return (await self._get("/metrics", MAX_METRICS_BYTES)).decode(errors="replace")
+
+    async def healthy(self) -> bool:
+        """Whether /health says that its engine runs."""
+        try:
+            await self._get("/health", MAX_ERROR_BYTES)
+        except PrfaasError:
+            return False
+        return True
+
+    async def prefill(
+        self,
+        model: str,
+        tokens: bytes,
+        *,
+        salt: str = "",
+        use_cache: bool = True,
+        export: dict[str, Any] | None = None,
+    ) -> None:
+        """Have `tokens` (int32 ids) computed; the token that vLLM samples after them is discarded.
+
+        Raises InvalidRequest, UnknownModel, Overloaded. Cancelling aborts the request at vLLM.
+        """
+        body: dict[str, Any] = {
+            "model": model,
+            "prompt": np.frombuffer(tokens, dtype="<i4").tolist(),
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        # No request goes without vLLM's prefix cache; under a salt of its own it shares nothing.
+        own = salt if use_cache else f"probe-{secrets.token_hex(16)}"
+        if own:
+            body["cache_salt"] = own
+        if export is not None:
+            body["kv_transfer_params"] = {EXPORT_PARAM: export}
+        try:
+            async with self._client().post(
+                f"{self._url}/v1/completions",
+                data=msgspec.json.encode(body),
+                headers={**self._headers, "Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+            ) as response:
+                text = (await response.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
+                if response.status != 200:
+                    raise _error(response.status, text)
+                await response.release()
+        except (aiohttp.ClientError, OSError, TimeoutError) as exc:
+            raise self._unreachable(exc) from exc
+
+    async def _get(self, path: str, most_bytes: int) -> bytes:
+        try:
+            async with asyncio.timeout(POLL_TIMEOUT_S):
+                async with self._client().get(
+                    f"{self._url}{path}", headers=self._headers
+                ) as response:
+                    if response.status != 200:
+                        text = (await response.content.read(MAX_ERROR_BYTES)).decode()
+                        raise _error(response.status, text)
+                    parts, size = [], 0
+                    async for part in response.content.iter_chunked(1 << 16):
+                        parts.append(part)
+                        size += len(part)
+                        if size > most_bytes:
+                            raise EngineUnavailable(f"{path} of vLLM is over {most_bytes} bytes")
+                    return b"".join(parts)
+        except (aiohttp.ClientError, OSError, TimeoutError) as exc:
+            raise self._unreachable(exc) from exc
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # As many prefills as P has sessions: each waits here for its own, and the bound on
+            # sessions is the agent's.
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        return self._session
+
+    def _unreachable(self, exc: BaseException) -> EngineUnavailable:
+        text = str(exc) or type(exc).__name__
+        return EngineUnavailable(
+            f"vLLM at {self._url} cannot be reached: {text}", retry_after_s=RETRY_AFTER_S
+        )
+
+
+def _error(status: int, text: str) -> PrfaasError:
+    """What an answer of vLLM means for whoever asked us."""
+    message = f"vLLM answers {status}: {_message(text)}"
+    if status in (400, 422):
+        return InvalidRequest(message, param="tokens")
+    if status in (401, 403):
+        return Unauthorized(message)
+    if status == 404:
+        return UnknownModel(message, param="model")
+    if status in (429, 503):
+        return Overloaded(message, retry_after_s=RETRY_AFTER_S)
+    return EngineUnavailable(message, retry_after_s=RETRY_AFTER_S)
+
+
+def _message(text: str) -> str:
+    try:
+        body = msgspec.json.decode(text)
+        found = body["error"]["message"] if "error" in body else body.get("message", text)
+    except (msgspec.DecodeError, TypeError, KeyError, AttributeError):
+        found = text
+    return " ".join(str(found).split())[:300]
