@@ -143,6 +143,17 @@ class InProcessVllm:
         self.running.append(one)
         return one
 
+    def add_loading(self, prompt: list[int], steps: int = 3) -> Running:
+        """A request in the middle of its load, some steps after the first bytes."""
+        one = self.add(prompt)
+        self.steps(lambda: self.status(one) == "WAITING_FOR_REMOTE_KVS")
+        jobs = self.worker._worker._decode._jobs
+        self.steps(lambda: jobs and jobs[0].staged is not None)
+        for _ in range(steps):
+            self.step()
+        assert self.status(one) == "WAITING_FOR_REMOTE_KVS"
+        return one
+
     def abort(self, one: Running) -> None:
         """Its client leaves."""
         self.engine.abort_request([one.name])
@@ -176,6 +187,25 @@ class InProcessVllm:
             assert time.monotonic() < deadline, "waited in vain"
             time.sleep(0.002)
         return found
+
+    def count_preemptions(self) -> Callable[[], int]:
+        """How many of the running requests have been preempted since, by looking in each step."""
+        seen: dict[str, int] = {}
+        inner = self.scheduler.schedule
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            output = inner(*args, **kwargs)
+            for name, request in self.scheduler.requests.items():
+                seen[name] = request.num_preemptions
+            return output
+
+        self.scheduler.schedule = watched
+
+        def count() -> int:
+            self.scheduler.schedule = inner
+            return sum(seen.values())
+
+        return count
 
     def status(self, one: Running) -> str:
         """vLLM's word for where a live request stands; empty once it is gone."""
