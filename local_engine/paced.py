@@ -86,7 +86,7 @@ class PacedRunner:
         """How far steps overran the profile's times, in all: this machine was too slow for it."""
 
     def prefill_chunk(self, chunk: PrefillChunk, on_layer: LayerDone | None = None) -> None:
-        step = self._begin(self._profile.prefill.curve.seconds(len(chunk.token_ids), chunk.start))
+        step = self._begin(self._profile.prefill.seconds(len(chunk.token_ids), chunk.start))
         positions = range(chunk.start, chunk.end)
         for layer in range(self._layers):
             kv = self._kv.values(layer, chunk.token_ids, positions)

@@ -55,7 +55,7 @@ def usable(request: RequestFacts, snapshot: Snapshot) -> tuple[list[RemoteInstan
     """Reachable instances that are measured and have room; where there are none, the reason that
     came closest to one."""
     remotes, reason = reachable(snapshot)
-    need_bytes = snapshot.token_bytes * uncached_tokens(request, snapshot)
+    need_bytes = snapshot.token_bytes * uncached_tokens(request, snapshot) + snapshot.state_bytes
     found: list[RemoteInstance] = []
     for remote in remotes:
         if remote.link.goodput_bytes_per_s <= 0 or not remote.curve.known:

@@ -43,7 +43,7 @@ def prefill_seconds(load: EngineLoad, curve: PrefillCurve, uncached: int, cached
 
 
 def wire_bytes(snapshot: Snapshot, remote: RemoteInstance, uncached_at_d: int) -> float:
-    """Bytes that D lacks, as they cross the link."""
+    """KV of tokens that D lacks, as it crosses the link."""
     return snapshot.token_bytes * uncached_at_d / max(remote.link.wire_ratio, 1e-9)
 
 
@@ -85,13 +85,16 @@ def remote_estimate(
     queue_s = queue_seconds(remote.load, remote.curve)
     prefill_s = prefill_seconds(remote.load, remote.curve, uncached_at_p, remote.matched_tokens)
 
-    own_bytes = wire_bytes(snapshot, remote, uncached_at_d)
+    # The fixed state is never packed lossily, and follows when the last chunk is computed.
+    state_bytes = snapshot.state_bytes
+    own_bytes = wire_bytes(snapshot, remote, uncached_at_d) + state_bytes
     chunk_bytes = wire_bytes(snapshot, remote, min(uncached_at_d, remote.curve.chunk_tokens))
     goodput = link.goodput_bytes_per_s
     computed_s = queue_s + prefill_s
     carried_s = max(queue_s, link.in_flight_bytes / goodput) + own_bytes / goodput
-    arrived_s = max(computed_s + chunk_bytes * TAIL_SHARE / goodput, carried_s)
-    import_s = import_s_per_byte * snapshot.token_bytes * uncached_at_d
+    tail_bytes = chunk_bytes * TAIL_SHARE + state_bytes
+    arrived_s = max(computed_s + tail_bytes / goodput, carried_s)
+    import_s = import_s_per_byte * (snapshot.token_bytes * uncached_at_d + state_bytes)
     transfer_s = arrived_s - computed_s + import_s
 
     decode_s = _chunk_wait_seconds(local.load, local.curve) + _last_token_seconds(request, snapshot)

@@ -147,6 +147,8 @@ class Snapshot:
     """Telemetry older than this counts as unknown (case 12)."""
     fallback_free_tokens: int = 0
     """What is left of the fallback budget."""
+    state_bytes: int = 0
+    """Recurrent and window state that every transfer carries, whatever its length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,10 @@ class Decision:
 
     def estimate(self, where: str) -> Estimate | None:
         return next((e for e in self.estimates if e.where == where), None)
+
+
+PREFIX_AT_D = "prefix_at_d"
+"""Reason of a `local` outcome that is no failure: D had all of the prompt, nothing was brought."""
 
 
 @dataclass(frozen=True, slots=True)

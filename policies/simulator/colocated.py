@@ -1,0 +1,208 @@
+"""Nodes of D that both prefill and decode: a decode step between any two chunks, as engines do."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable
+
+from policies.simulator.decode import Batch
+from policies.simulator.events import EventLoop
+from policies.simulator.job import Job
+from policies.simulator.order import Key
+from policies.simulator.pool import Load
+from prfaas.profile import Profile
+
+
+class ColocatedNode:
+    """One engine: queue, batch and steps; nothing to close.
+
+    A prompt is begun when a place in the batch and KV room for it and its answer are free, and
+    keeps them to its end. What arrives from elsewhere goes before prompts that have not begun.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        profile: Profile,
+        key: Key,
+        kv_tokens: int | None,
+        on_start: Callable[[Job], None],
+        on_prefilled: Callable[[Job], None],
+        on_first_token: Callable[[Job, float], None],
+        on_finished: Callable[[Job], None],
+    ) -> None:
+        self._loop = loop
+        self._profile = profile
+        self._chunk_tokens = profile.prefill.chunk_tokens
+        self._slots = profile.decode.max_batch
+        self._key = key
+        self._kv_tokens = kv_tokens
+        self._on_start, self._on_prefilled = on_start, on_prefilled
+        self._on_first_token, self._on_finished = on_first_token, on_finished
+        self._batch = Batch(profile)
+        self._queue: list[tuple[float, int, Job]] = []
+        self._queued_tokens = 0
+        self._begun = 0
+        """Prompts that hold a place and are not in the batch yet."""
+        self._arrived: deque[Job] = deque()
+        self._kv_used = 0
+        self._busy = False
+        """A step is under way whose end is an event."""
+        self._version = 0
+        self.prefill_busy_s = 0.0
+
+    def put(self, job: Job) -> None:
+        """A prompt to prefill here: `uncached` and `cached` are set."""
+        job.queued_at = self._loop.now
+        job.key = self._key(job, self._profile.prefill_s(job.uncached, job.cached))
+        heapq.heappush(self._queue, (job.key, job.order, job))
+        self._queued_tokens += job.uncached
+        self._wake()
+
+    def put_arrived(self, job: Job) -> None:
+        """KV of a prompt came from elsewhere."""
+        job.decode_at = self._loop.now
+        self._arrived.append(job)
+        self._wake()
+
+    def report(self) -> Load:
+        """Queue and batch as the engine would report them."""
+        waiting = len(self._queue)
+        return (
+            self._queued_tokens,
+            waiting,
+            len(self._batch),
+            self._batch.context_tokens,
+            self._batch.step_s,
+        )
+
+    @property
+    def queue_tokens(self) -> int:
+        return self._queued_tokens
+
+    @property
+    def decode_busy_s(self) -> float:
+        return self._batch.busy_s
+
+    @property
+    def decode_waiting(self) -> int:
+        return len(self._arrived)
+
+    def _wake(self) -> None:
+        """Something is new: if nothing but decoding goes on, it is interrupted between steps."""
+        if self._busy:
+            return
+        self._batch.advance(self._loop.now)
+        self._step()
+
+    def _step(self) -> None:
+        """Begin what comes next, at a step's end."""
+        now = self._loop.now
+        self._busy = False
+        self._version += 1
+        for job in self._batch.pop_ended():
+            self._release(job)
+            self._on_finished(job)
+        self._join_arrived(now)
+        job = self._next_prompt(now)
+        if job is None:
+            if len(self._batch):
+                then = now + self._batch.next_end_s()
+                self._loop.at(then, self._decoded, self._version)
+            return
+        done = job.cached + job.computed
+        grid = (done // self._chunk_tokens + 1) * self._chunk_tokens
+        tokens = min(grid - done, job.uncached - job.computed)
+        seconds = self._profile.prefill_s(tokens, done)
+        job.prefill_s += seconds
+        self.prefill_busy_s += seconds
+        self._busy = True
+        self._loop.at(now + seconds, self._chunk_done, (job, tokens))
+
+    def _chunk_done(self, what: tuple[Job, int]) -> None:
+        job, tokens = what
+        now = self._loop.now
+        self._batch.hold(now)
+        job.computed += tokens
+        self._queued_tokens -= tokens
+        if job.computed >= job.uncached:
+            job.done_at = job.decode_at = now
+            self._begun -= 1
+            self._on_prefilled(job)
+            self._batch.add(job)
+            self._on_first_token(job, now + self._batch.step_s)
+        else:
+            left_s = self._profile.prefill_s(job.uncached - job.computed, job.cached + job.computed)
+            job.key = self._key(job, left_s)
+            heapq.heappush(self._queue, (job.key, job.order, job))
+        self._join_arrived(now)
+        if len(self._batch):
+            self._loop.at(now + self._batch.step_s, self._stepped)
+        else:
+            self._step()
+
+    def _stepped(self, _: None) -> None:
+        self._batch.one_step(self._loop.now)
+        self._step()
+
+    def _decoded(self, version: int) -> None:
+        if version != self._version or self._busy:
+            return
+        self._batch.advance(self._loop.now)
+        self._step()
+
+    def _join_arrived(self, now: float) -> None:
+        while self._arrived and self._has_room(self._arrived[0]):
+            job = self._arrived.popleft()
+            self._take(job)
+            job.decode_wait_s = now - job.decode_at
+            self._batch.add(job)
+            self._on_first_token(job, now + self._batch.step_s)
+
+    def _next_prompt(self, now: float) -> Job | None:
+        if not self._queue:
+            return None
+        job = self._queue[0][2]
+        if not job.computed:
+            if not self._has_room(job):
+                job = self._begun_prompt()
+                if job is None:
+                    return None
+                return job
+            self._take(job)
+            self._begun += 1
+            job.queue_s += now - job.queued_at
+            job.started_at = now
+            before = job.uncached
+            self._on_start(job)
+            self._queued_tokens += job.uncached - before
+        heapq.heappop(self._queue)
+        return job
+
+    def _begun_prompt(self) -> Job | None:
+        """The first in order of those that hold their place already."""
+        begun = [entry for entry in self._queue if entry[2].computed]
+        if not begun:
+            return None
+        entry = min(begun)
+        self._queue.remove(entry)
+        heapq.heapify(self._queue)
+        return entry[2]
+
+    def _has_room(self, job: Job) -> bool:
+        if len(self._batch) + self._begun >= self._slots:
+            return False
+        if self._kv_tokens is None or self._kv_used == 0:
+            return True
+        return self._kv_used + _kv(job) <= self._kv_tokens
+
+    def _take(self, job: Job) -> None:
+        self._kv_used += _kv(job)
+
+    def _release(self, job: Job) -> None:
+        self._kv_used -= _kv(job)
+
+
+def _kv(job: Job) -> int:
+    return job.request.prompt_tokens + job.request.output_tokens

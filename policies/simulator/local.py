@@ -1,0 +1,180 @@
+"""Site D in the simulator: prefilling and decoding nodes apart, or nodes that do both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from policies.scenario import LocalSite, Profiles, QueueOrder
+from policies.simulator.colocated import ColocatedNode
+from policies.simulator.decode import DecodeNodes
+from policies.simulator.events import EventLoop
+from policies.simulator.job import Job
+from policies.simulator.order import order_key, preempts
+from policies.simulator.pool import Load, PrefillPool
+from prfaas.errors import ConfigError
+from prfaas.profile import Profile
+
+
+class Local(Protocol):
+    """What the simulation asks of site D."""
+
+    profile: Profile
+
+    def put(self, job: Job) -> None:
+        """A prompt to prefill and decode at D."""
+        ...
+
+    def put_arrived(self, job: Job) -> None:
+        """A prompt whose KV has arrived, to decode."""
+        ...
+
+    def report(self) -> Load: ...
+
+    def busy_s(self) -> tuple[float, float]:
+        """Node seconds spent prefilling, and sequence seconds spent decoding."""
+        ...
+
+    def nodes(self) -> tuple[int, int]:
+        """How many nodes prefill and decode."""
+        ...
+
+
+Told = Callable[[Job], None]
+
+
+def make_local(
+    loop: EventLoop,
+    site: LocalSite,
+    profiles: Profiles,
+    order: QueueOrder,
+    on_start: Told,
+    on_prefilled: Told,
+    on_first_token: Callable[[Job, float], None],
+    on_finished: Told,
+) -> Local:
+    """Site D as its scenario describes it. Raises ConfigError where the split is left open."""
+    if site.colocated:
+        return _Colocated(
+            loop, site, profiles, order, on_start, on_prefilled, on_first_token, on_finished
+        )
+    if site.prefill_instances is None:
+        raise ConfigError(
+            "local.prefill_instances: say how many nodes prefill (`prfaas plan` finds the best), "
+            "or set local.colocated"
+        )
+    return _Split(loop, site, profiles, order, on_start, on_prefilled, on_first_token, on_finished)
+
+
+class _Split:
+    """A prefill pool with one queue, and decoding nodes that get its KV at once."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        site: LocalSite,
+        profiles: Profiles,
+        order: QueueOrder,
+        on_start: Told,
+        on_prefilled: Told,
+        on_first_token: Callable[[Job, float], None],
+        on_finished: Told,
+    ) -> None:
+        self.profile = profiles.prefill
+        self._prefilling = site.prefill_instances or 0
+        self._decoding = site.instances - self._prefilling
+        self._on_prefilled = on_prefilled
+        self._decode = DecodeNodes(
+            loop, profiles.decode, self._decoding, site.kv_tokens, on_first_token, on_finished
+        )
+        self._pool = PrefillPool(
+            loop,
+            profiles.prefill,
+            self._prefilling,
+            order_key(order),
+            preempts(order),
+            on_start,
+            self._prefilled,
+        )
+
+    def put(self, job: Job) -> None:
+        if not self._prefilling:
+            raise ConfigError("local.prefill_instances is 0 and a prompt has to be prefilled at D")
+        self._pool.put(job)
+
+    def put_arrived(self, job: Job) -> None:
+        self._decode.put(job)
+
+    def report(self) -> Load:
+        tokens, waiting, _, _, _ = self._pool.report()
+        return tokens, waiting, 0, 0, self._decode.step_s
+
+    def busy_s(self) -> tuple[float, float]:
+        return self._pool.busy_s, self._decode.busy_s
+
+    def nodes(self) -> tuple[int, int]:
+        return self._prefilling, self._decoding
+
+    def _prefilled(self, job: Job) -> None:
+        self._on_prefilled(job)
+        self._decode.put(job)
+
+
+class _Colocated:
+    """Nodes that do both; a request stays where it came to, which is where least is queued."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        site: LocalSite,
+        profiles: Profiles,
+        order: QueueOrder,
+        on_start: Told,
+        on_prefilled: Told,
+        on_first_token: Callable[[Job, float], None],
+        on_finished: Told,
+    ) -> None:
+        if profiles.decode != profiles.prefill:
+            raise ConfigError("local.decode: colocated nodes have one profile for both")
+        self.profile = profiles.prefill
+        self._nodes = [
+            ColocatedNode(
+                loop,
+                profiles.prefill,
+                order_key(order),
+                site.kv_tokens,
+                on_start,
+                on_prefilled,
+                on_first_token,
+                on_finished,
+            )
+            for _ in range(site.instances)
+        ]
+
+    def put(self, job: Job) -> None:
+        self._emptiest().put(job)
+
+    def put_arrived(self, job: Job) -> None:
+        self._emptiest().put_arrived(job)
+
+    def report(self) -> Load:
+        return self._emptiest().report()
+
+    def busy_s(self) -> tuple[float, float]:
+        return (
+            sum(node.prefill_busy_s for node in self._nodes),
+            sum(node.decode_busy_s for node in self._nodes),
+        )
+
+    def nodes(self) -> tuple[int, int]:
+        return len(self._nodes), len(self._nodes)
+
+    def _emptiest(self) -> ColocatedNode:
+        if len(self._nodes) == 1:
+            return self._nodes[0]
+        return min(self._nodes, key=_load)
+
+
+def _load(node: ColocatedNode) -> tuple[int, int]:
+    tokens, _, running, _, _ = node.report()
+    return tokens, running

@@ -1,0 +1,377 @@
+"""The simulation: requests in, decisions by a live policy object, rows out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from policies.prefix_cache import CacheSpec, PrefixCache
+from policies.scenario import Fault, Profiles, Scenario
+from policies.simulator.events import EventLoop
+from policies.simulator.job import Job
+from policies.simulator.local import make_local
+from policies.simulator.peer import PeerSite
+from policies.simulator.result import Result, Row
+from policies.simulator.view import FREE_BYTES, View, matched_at_d
+from policies.workload.request import Request
+from prfaas.errors import ConfigError
+from prfaas.interfaces import RoutingPolicy
+from prfaas.snapshot import Outcome, RequestFacts, Target
+
+
+def simulate(
+    scenario: Scenario,
+    profiles: Profiles,
+    requests: Iterable[Request],
+    policy: RoutingPolicy[Any],
+) -> Result:
+    """Run a workload to its last token. The same inputs give the same result, to the byte.
+
+    Raises ConfigError where there is no request, or a profile does not cover one.
+    """
+    return Simulation(scenario, profiles, policy).run(requests)
+
+
+class Simulation:
+    """Owns the sites of one run; nothing to close.
+
+    A request is decided when it arrives. At D it is prefilled and decoded; at a peer it is
+    prefilled while its KV crosses the link, imported, and decoded at D. What fails at a peer goes
+    to the next place of its plan, then to D.
+    """
+
+    def __init__(self, scenario: Scenario, profiles: Profiles, policy: RoutingPolicy[Any]) -> None:
+        self._scenario, self._profiles = scenario, profiles
+        self._loop = EventLoop()
+        self._policy = policy
+        self._state = policy.initial_state()
+        self._cache = PrefixCache(CacheSpec.of(profiles.prefill.model, scenario.local.cache_tokens))
+        self._local = make_local(
+            self._loop,
+            scenario.local,
+            profiles,
+            scenario.queue_order,
+            self._start_local,
+            self._prefilled_local,
+            self._first_token,
+            self._finished,
+        )
+        self._peers = {
+            peer.name: PeerSite(self._loop, peer, profiles.peers[peer.name], scenario, self._sent)
+            for peer in scenario.peers
+        }
+        self._view = View(self._loop, scenario.telemetry, self._local, self._peers)
+        self._token_bytes = profiles.prefill.model.token_bytes
+        self._state_bytes = profiles.prefill.model.state_bytes
+        staging = scenario.local.staging_gb
+        self._staging = float(FREE_BYTES) if staging is None else staging * 1e9
+        self._staging_free = self._staging
+        self._staging_low = self._staging
+        rate = scenario.local.import_gb_per_s
+        self._import_s_per_byte = 0.0 if rate is None else 1 / (rate * 1e9)
+        self._jobs: list[Job] = []
+        self._finished_count = 0
+        self._last_at = 0.0
+
+    def run(self, requests: Iterable[Request]) -> Result:
+        self._schedule_link_changes()
+        for fault in self._scenario.faults:
+            self._loop.at(fault.at_s, self._begin_fault, fault)
+        covers = min(
+            p.covers_tokens for p in (self._profiles.prefill, *self._profiles.peers.values())
+        )
+        for request in requests:
+            if request.prompt_tokens > covers:
+                self._refuse(request)
+            self._view.run_until(request.arrival_s)
+            self._arrive(request)
+        if not self._jobs:
+            raise ConfigError("the workload has no requests")
+        while self._finished_count < len(self._jobs):
+            before = self._loop.fired
+            self._loop.run_until(self._loop.now + 60.0)
+            if self._loop.fired == before and self._loop.now > self._last_at + 86400:
+                raise ConfigError("requests are left that nothing will ever finish")
+        return self._result()
+
+    # --- deciding -------------------------------------------------------------------------------
+
+    def _arrive(self, request: Request) -> None:
+        job = Job(request, len(self._jobs))
+        self._jobs.append(job)
+        self._last_at = self._loop.now
+        matched = matched_at_d(self._cache, request)
+        snapshot = self._view.snapshot(request, matched, int(self._staging_free))
+        facts = RequestFacts(str(request.number), request.prompt_tokens, request.output_tokens)
+        decision = self._policy.decide(facts, snapshot, self._state)
+        job.reason = decision.reason
+        job.uncached_d = max(0, job.want - matched)
+        job.plan = decision.plan
+        if decision.target is Target.REMOTE and not decision.plan:
+            self._go_local(job, decision.reason.value)
+        elif decision.plan:
+            self._next_place(job)
+        else:
+            self._go_local(job, "")
+
+    def _next_place(self, job: Job) -> None:
+        """Send it to the next instance of its plan that is up, or keep it at D."""
+        while job.tries < len(job.plan):
+            peer, instance = job.plan[job.tries]
+            job.tries += 1
+            site = self._peers[peer]
+            if not site.up:
+                continue
+            lacking = max(1, job.uncached_d)
+            job.raw_bytes = self._token_bytes * lacking + self._state_bytes
+            if job.raw_bytes > self._staging_free:
+                self._go_local(job, "no_space")
+                return
+            self._staging_free -= job.raw_bytes
+            self._staging_low = min(self._staging_low, self._staging_free)
+            job.wire_bytes = site.wire_bytes(lacking)
+            matched = site.cache.match(job.request.blocks, job.request.prompt_tokens)
+            job.cached = max(0, min(matched, job.want - 1))
+            job.uncached = max(1, job.want - job.cached)
+            job.computed = 0
+            job.remote, job.peer = True, peer
+            job.sent_at = self._loop.now
+            self._view.sent_remote(peer, instance, job.uncached, job.wire_bytes)
+            half_s = site.spec.link.rtt_ms / 2e3
+            self._loop.at(self._loop.now + half_s, self._reach_peer, (job, instance))
+            return
+        self._go_local(job, "peer_down")
+
+    def _go_local(self, job: Job, fallback: str) -> None:
+        job.remote, job.fallback = False, fallback
+        matched = matched_at_d(self._cache, job.request)
+        job.cached, job.computed = matched, 0
+        job.uncached = max(1, job.want - matched)
+        self._view.sent_local(job.uncached)
+        self._local.put(job)
+
+    # --- at D -----------------------------------------------------------------------------------
+
+    def _start_local(self, job: Job) -> None:
+        if not job.computed:
+            matched = max(matched_at_d(self._cache, job.request), job.cached)
+            job.cached = min(matched, job.want - 1) if job.want > 1 else 0
+            job.uncached = max(1, job.want - job.cached)
+
+    def _prefilled_local(self, job: Job) -> None:
+        self._cache.insert(job.request.blocks, job.request.prompt_tokens)
+
+    def _first_token(self, job: Job, at_s: float) -> None:
+        job.first_token_at = at_s
+
+    def _finished(self, job: Job) -> None:
+        self._finished_count += 1
+
+    # --- at a peer ------------------------------------------------------------------------------
+
+    def _reach_peer(self, what: tuple[Job, str]) -> None:
+        job, instance = what
+        site = self._peers[job.peer]
+        if not site.up:
+            self._abandon(job, "peer_down", arrived=0.0)
+            return
+        site.send(job, instance)
+
+    def _sent(self, job: Job) -> None:
+        """The last byte left the peer."""
+        site = self._peers[job.peer]
+        for place in site.places.values():
+            place.forget(job)
+        half_s = site.spec.link.rtt_ms / 2e3
+        import_s = job.raw_bytes * self._import_s_per_byte
+        self._loop.at(self._loop.now + half_s + import_s, self._imported, (job, import_s))
+
+    def _imported(self, what: tuple[Job, float]) -> None:
+        job, import_s = what
+        now = self._loop.now
+        self._staging_free += job.raw_bytes
+        self._cache.insert(job.request.blocks, job.request.prompt_tokens)
+        self._state = self._policy.observe(
+            self._state,
+            Outcome(
+                transfer_id=str(job.request.number),
+                status="staged",
+                peer=job.peer,
+                have_tokens=job.want,
+                want_tokens=job.want,
+                received_tokens=job.uncached_d,
+                remote_cached_tokens=job.cached,
+                raw_bytes=int(job.raw_bytes),
+                wire_bytes=int(job.wire_bytes),
+                phases={
+                    "queue": job.queue_s,
+                    "remote_compute": job.done_at - job.started_at,
+                    "transfer": now - import_s - job.started_at,
+                    "import": import_s,
+                    "total": now - job.sent_at,
+                },
+            ),
+        )
+        self._local.put_arrived(job)
+
+    def _abandon(self, job: Job, why: str, arrived: float) -> None:
+        """A session ends early: on to the next place, or to D with the whole chunks that came."""
+        self._staging_free += job.raw_bytes
+        self._state = self._policy.observe(
+            self._state,
+            Outcome(str(job.request.number), "failed", reason=why, peer=job.peer),
+        )
+        chunk = self._peers[job.peer].profile.prefill.chunk_tokens
+        kept = int(arrived * job.uncached_d) // chunk * chunk
+        if job.tries < len(job.plan):
+            self._next_place(job)
+            return
+        self._go_local(job, why)
+        if kept > 0:
+            job.cached = max(job.cached, job.want - job.uncached_d + kept)
+
+    # --- what goes wrong ------------------------------------------------------------------------
+
+    def _schedule_link_changes(self) -> None:
+        for site in self._peers.values():
+            link = site.spec.link
+            usable = 1e9 / 8 * (1 - link.cross_traffic_share)
+            for change in link.changes:
+                self._loop.at(change.at_s, self._set_rate, (site, change.gbit_per_s * usable))
+            if link.dips is not None:
+                start = link.dips.every_s - link.dips.for_s
+                self._loop.at(start, self._dip, (site, link.bytes_per_s * link.dips.to_share))
+
+    def _set_rate(self, what: tuple[PeerSite, float]) -> None:
+        site, rate = what
+        site.link.set_rate(rate)
+        if rate <= 0 and len(site.link):
+            self._watch(site)
+
+    def _dip(self, what: tuple[PeerSite, float]) -> None:
+        site, low = what
+        dips = site.spec.link.dips
+        assert dips is not None
+        self._set_rate((site, low))
+        now = self._loop.now
+        self._loop.at(now + dips.for_s, self._set_rate, (site, site.spec.link.bytes_per_s))
+        if now < self._last_at + dips.every_s or self._finished_count < len(self._jobs):
+            self._loop.at(now + dips.every_s, self._dip, (site, low))
+
+    def _watch(self, site: PeerSite) -> None:
+        self._loop.at(
+            self._loop.now + self._scenario.progress_timeout_s, self._look_for_stalled, site
+        )
+
+    def _look_for_stalled(self, site: PeerSite) -> None:
+        """Transfers on a link that moves nothing are given up after the progress timeout."""
+        if site.link.bytes_per_s > 0:
+            return
+        limit = self._loop.now - self._scenario.progress_timeout_s + 1e-9
+        for flow in site.link.flows():
+            if flow.sealed and site.link.progress_at <= limit:
+                self._abandon(flow.job, "stalled", site.give_up(flow.job))
+        if len(site.link):
+            self._watch(site)
+
+    def _begin_fault(self, fault: Fault) -> None:
+        site = self._peers[fault.peer]
+        if fault.kind == "peer_down":
+            for job in site.fail():
+                self._abandon(job, "peer_down", site.give_up(job))
+        elif fault.kind == "link_down":
+            self._set_rate((site, 0.0))
+        elif fault.kind == "telemetry_lost":
+            site.heard = False
+        else:
+            for place in site.places.values():
+                place.pool.factor = fault.factor
+        self._loop.at(fault.at_s + fault.for_s, self._end_fault, fault)
+
+    def _end_fault(self, fault: Fault) -> None:
+        site = self._peers[fault.peer]
+        if fault.kind == "peer_down":
+            site.up = True
+        elif fault.kind == "link_down":
+            self._set_rate((site, site.spec.link.bytes_per_s))
+        elif fault.kind == "telemetry_lost":
+            site.heard = True
+        else:
+            for place in site.places.values():
+                place.pool.factor = 1.0
+
+    # --- results --------------------------------------------------------------------------------
+
+    def _refuse(self, request: Request) -> None:
+        for profile in (self._profiles.prefill, *self._profiles.peers.values()):
+            try:
+                profile.require_covers(request.prompt_tokens)
+            except ConfigError as error:
+                raise ConfigError(f"request {request.number}: {error.message}") from error
+
+    def _result(self) -> Result:
+        elapsed = max(self._loop.now, 1e-9)
+        last = max(job.first_token_at for job in self._jobs)
+        span = max(min(elapsed, last), 1e-9)
+        prefill_s, decode_s = self._local.busy_s()
+        prefilling, decoding = self._local.nodes()
+        slots = max(1, decoding * self._profiles.decode.decode.max_batch)
+        used = {
+            "local_prefill": prefill_s / (span * prefilling) if prefilling else 0.0,
+            "decode": decode_s / (span * slots),
+        }
+        egress = 0.0
+        for name, site in self._peers.items():
+            sent = site.link.sent_now()
+            egress += sent
+            used[f"{name}.prefill"] = site.busy_s() / (span * site.spec.instances)
+            used[f"{name}.link"] = sent / (span * site.spec.link.bytes_per_s)
+        return Result(
+            self._policy.name,
+            [self._row(job) for job in self._jobs],
+            [self._fastest_s(job) for job in self._jobs],
+            used,
+            egress,
+            self._loop.fired,
+            self._staging - self._staging_low,
+        )
+
+    def _row(self, job: Job) -> Row:
+        request = job.request
+        ttft_s = job.first_token_at - request.arrival_s
+        decode_s = job.first_token_at - (job.decode_at if job.decode_at == job.decode_at else 0.0)
+        transfer_s = ttft_s - job.queue_s - job.prefill_s - decode_s
+        return Row(
+            request.number,
+            request.arrival_s,
+            request.prompt_tokens,
+            job.uncached_d,
+            ttft_s,
+            job.queue_s,
+            job.prefill_s,
+            transfer_s,
+            decode_s,
+            job.remote,
+            job.reason.value,
+            job.fallback,
+        )
+
+    def _fastest_s(self, job: Job) -> float:
+        """TTFT of the request alone, on the site that would be fastest, with what D had cached."""
+        uncached = max(1, job.uncached_d)
+        cached = max(0, job.want - uncached)
+        step_s = self._profiles.decode.step_s(1, job.request.prompt_tokens)
+        best = self._profiles.prefill.prefill_s(uncached, cached)
+        for site in self._peers.values():
+            link = site.spec.link
+            carried = site.wire_bytes(uncached) / link.bytes_per_s
+            compute = site.profile.prefill_s(uncached, cached)
+            best = min(best, link.rtt_ms / 1e3 + max(compute, carried))
+        return best + step_s
+
+
+def with_rate(scenario: Scenario, rate_per_s: float) -> Scenario:
+    """The same scenario with its generated workload at another rate."""
+    arrivals = scenario.workload.arrivals.model_copy(update={"rate_per_s": rate_per_s})
+    workload = scenario.workload.model_copy(update={"arrivals": arrivals})
+    return scenario.model_copy(update={"workload": workload})

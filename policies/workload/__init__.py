@@ -1,0 +1,1 @@
+"""Workloads: traces and generated requests, read as streams, described in numbers and plots."""
