@@ -12,7 +12,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALL_INPUTS := pyproject.toml prfaas_connect/pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev run test test-real lint format bench bench-gpu soak docs proto clean
+.PHONY: help venv venv-dev venv-vllm run test test-real test-vllm lint format bench bench-gpu soak docs proto clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,9 @@ $(VENV)/.installed-dev: $(INSTALL_INPUTS) $(VENV)/.installed-run
 venv: $(VENV)/.installed-run ## Virtual environment to run in
 venv-dev: $(VENV)/.installed-dev ## The same with test and lint tools
 
+venv-vllm: ## vLLM for CPUs, in .venv-vllm: 2 GB, some minutes
+	@scripts/vllm_env.sh
+
 run: venv ## Everything on this machine with the demo model (ARGS=--once: show and exit)
 	@$(BIN)/python -m prfaas up $(ARGS)
 
@@ -42,6 +45,10 @@ test: venv-dev ## All tests but the long ones
 
 test-real: venv-dev ## The long exactness tests on the demo model
 	$(BIN)/python -m pytest -m "real_model" $(ARGS)
+
+test-vllm: venv-dev ## A real vLLM on both sides; skips loudly where it cannot be had
+	@scripts/vllm_env.sh || { code=$$?; [ $$code = 3 ] && exit 0; exit $$code; }; \
+	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
 lint: venv-dev ## ruff, formatting, mypy --strict
 	$(BIN)/ruff check .
@@ -68,6 +75,6 @@ proto: ## Generate the gRPC stubs anew
 	scripts/gen_proto.sh
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
