@@ -128,7 +128,7 @@ class PeerChannels:
         self._set = ChannelSet(endpoint, count)
         self._retiring: set[asyncio.Task[None]] = set()
         self._silent = False
-        """The control connection is open and does not answer."""
+        """A connection is open and does not answer."""
         self._unusable = ""
         """Version of certificates with which there was no connection, so that it is told once."""
 
@@ -217,6 +217,10 @@ class PeerChannels:
             log.warning("%s: a data channel does not answer; connecting anew", self.name)
             self._reset()
         await self.ping(meter)
+
+    def distrust(self) -> None:
+        """What is open does not answer as it should: `connect` will open all of it anew."""
+        self._silent = True
 
     def _reset(self) -> None:
         """Other channels, the old ones closed at once."""

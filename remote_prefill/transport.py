@@ -28,7 +28,10 @@ MAX_MESSAGE_BYTES = (
     + HEADER_BYTES
 )
 KEEPALIVE_S = 5.0
-"""A dead connection is noticed within twice this, also where no session runs."""
+"""A dead connection is noticed within twice this, also where no session runs.
+
+gRPC's own limit for the answer to a ping is a minute, whatever its keepalive time-out says.
+"""
 MAX_METADATA_BYTES = 8 << 10
 """Our own RPCs carry none up, and one typed error down."""
 UNSENT_BYTES = 256 << 10
@@ -64,6 +67,7 @@ def server_options(receive_bytes: int) -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_S * 1000)),
     ]
 
 
@@ -82,6 +86,7 @@ def channel_options() -> Options:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", int(KEEPALIVE_S * 1000)),
         ("grpc.keepalive_timeout_ms", int(KEEPALIVE_S * 1000)),
+        ("grpc.http2.ping_timeout_ms", int(KEEPALIVE_S * 1000)),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.client_idle_timeout_ms", _NEVER_MS),
         ("grpc.initial_reconnect_backoff_ms", 100),

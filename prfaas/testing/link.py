@@ -10,6 +10,7 @@ event loop whose timers are not rounded to milliseconds; in another loop each wa
 from __future__ import annotations
 
 import asyncio
+import enum
 import json
 import selectors
 import signal
@@ -128,6 +129,27 @@ class _Flight:
         await self._changed.wait()
 
 
+@dataclass(slots=True)
+class _Relayed:
+    """One connection: how to reset it, and what a middle box knows of it."""
+
+    abort: Callable[[], None]
+    active_s: float
+    """Loop time at which bytes last came by."""
+    carried_bytes: int = 0
+    forgotten: bool = False
+    """The middle box has dropped it and tells nobody: all that still comes is lost."""
+    ended_ways: int = 0
+
+
+class Way(enum.StrEnum):
+    """Which way of a link a fault is in. `up`: from who connects."""
+
+    UP = "up"
+    DOWN = "down"
+    BOTH = "both"
+
+
 @dataclass(frozen=True, slots=True)
 class LinkStats:
     """Payload bytes put on the line (up: from who connects), and connections open now."""
@@ -146,8 +168,12 @@ class BendableLink:
         self.up.flowing.set()
         self.down.flowing.set()
         self.refuse = False
+        self.forget_idle_s = 0.0
+        """Connections idle for longer are forgotten, as by a NAT; 0: never."""
+        self._cut_at_bytes = 0
         self._servers: list[asyncio.Server] = []
-        self._connections: dict[asyncio.Task[None], Callable[[], None]] = {}
+        self._targets: dict[int, tuple[str, int]] = {}
+        self._connections: dict[asyncio.Task[None], _Relayed] = {}
 
     async def __aenter__(self) -> BendableLink:
         return self
@@ -167,9 +193,15 @@ class BendableLink:
         """Relay connections to a loopback port (0 picks one, which is returned) to `host:port`."""
 
         async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._serve(reader, writer, host, port)
+            await self._serve(reader, writer, *self._targets[listening])
 
-        return await self._listen(accepted, listen_port)
+        listening = await self._listen(accepted, listen_port)
+        self._targets[listening] = host, port
+        return listening
+
+    def retarget(self, listening: int, host: str, port: int) -> None:
+        """New connections to this port go elsewhere."""
+        self._targets[listening] = host, port
 
     async def serve_probe(self) -> int:
         """A port through this link whose far end answers `measure_link`."""
@@ -197,16 +229,30 @@ class BendableLink:
             else:
                 direction.flowing.set()
 
-    def blackhole(self, active: bool) -> None:
-        """Everything sent is lost, and connections stay open."""
-        self.up.blackhole = self.down.blackhole = active
+    def blackhole(self, active: bool, way: Way = Way.BOTH) -> None:
+        """Everything sent this way is lost, and connections stay open."""
+        if way is not Way.DOWN:
+            self.up.blackhole = active
+        if way is not Way.UP:
+            self.down.blackhole = active
 
     def drop_connections(self) -> int:
         """Reset all connections; how many there were."""
         dropped = list(self._connections.values())
-        for abort in dropped:
-            abort()
+        for connection in dropped:
+            connection.abort()
         return len(dropped)
+
+    def drop_busiest(self) -> int:
+        """Reset the one connection that has carried most; how many there were."""
+        open_now = list(self._connections.values())
+        if open_now:
+            max(open_now, key=lambda connection: connection.carried_bytes).abort()
+        return len(open_now)
+
+    def cut_after(self, nbytes: int) -> None:
+        """Reset all connections once so many more bytes have come down."""
+        self._cut_at_bytes = self.down.carried_bytes + nbytes
 
     async def aclose(self) -> None:
         """Stop listening, then reset what is open."""
@@ -241,6 +287,7 @@ class BendableLink:
             return
         task = asyncio.current_task()
         assert task is not None
+        loop = asyncio.get_running_loop()
         writers = [writer]
 
         def abort() -> None:
@@ -248,7 +295,7 @@ class BendableLink:
                 _abort(open_writer)
             task.cancel()
 
-        self._connections[task] = abort
+        connection = self._connections[task] = _Relayed(abort, loop.time())
         try:
             # What connect() would have cost on a real path; here it ended at the relay.
             await asyncio.sleep(self.shape.rtt_s)
@@ -260,7 +307,7 @@ class BendableLink:
                     (far_reader, writer, self.down),
                 ):
                     flight = _Flight(way)
-                    group.create_task(_take(source, flight, way))
+                    group.create_task(self._take(source, flight, way, connection))
                     group.create_task(_deliver(flight, sink))
         except* (OSError, asyncio.CancelledError):
             pass
@@ -268,6 +315,41 @@ class BendableLink:
             for open_writer in writers:
                 _abort(open_writer)
             del self._connections[task]
+
+    async def _take(
+        self,
+        reader: asyncio.StreamReader,
+        flight: _Flight,
+        way: Direction,
+        connection: _Relayed,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            data = await reader.read(way.shape.chunk_bytes)
+            now = loop.time()
+            due = await way.send(len(data), now - before < 1e-4)
+            if self.forget_idle_s and now - connection.active_s > self.forget_idle_s:
+                connection.forgotten = True
+            connection.active_s = now
+            connection.carried_bytes += len(data)
+            if connection.forgotten:
+                _forget(data, connection)
+            elif not data or not way.blackhole:
+                await flight.put(due, way.bend(data))
+            if way is self.down and 0 < self._cut_at_bytes <= way.carried_bytes:
+                self._cut_at_bytes = 0
+                self.drop_connections()
+            if not data:
+                return
+
+
+def _forget(data: bytes, connection: _Relayed) -> None:
+    """Nobody hears of the end of a forgotten connection; it is over once both ends have left."""
+    if not data:
+        connection.ended_ways += 1
+        if connection.ended_ways == 2:
+            connection.abort()
 
 
 async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -280,18 +362,6 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
     except BaseException:
         sock.close()
         raise
-
-
-async def _take(reader: asyncio.StreamReader, flight: _Flight, way: Direction) -> None:
-    while True:
-        before = asyncio.get_running_loop().time()
-        data = await reader.read(way.shape.chunk_bytes)
-        backlogged = asyncio.get_running_loop().time() - before < 1e-4
-        due = await way.send(len(data), backlogged)
-        if not data or not way.blackhole:
-            await flight.put(due, way.bend(data))
-        if not data:
-            return
 
 
 async def _deliver(flight: _Flight, writer: asyncio.StreamWriter) -> None:
@@ -338,13 +408,19 @@ def _command(link: BendableLink, line: str) -> dict[str, object]:
     elif name == "stall":
         link.stall(on)
     elif name == "blackhole":
-        link.blackhole(on)
+        link.blackhole(words[1:] == ["on"], Way(words[0]))
+    elif name == "forget_idle":
+        link.forget_idle_s = float(words[0])
+    elif name == "cut_after":
+        link.cut_after(int(words[0]))
     elif name == "refuse":
         link.refuse = on
     elif name == "corrupt":
         (link.up if words[0] == "up" else link.down).corrupt_left += int(words[1])
     elif name == "drop":
         return {"ok": True, "dropped": link.drop_connections()}
+    elif name == "drop_busiest":
+        link.drop_busiest()
     elif name != "stats":
         return {"ok": False, "error": f"unknown command {name!r}"}
     stats = link.stats

@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from prfaas.testing.link import LinkShape, LinkStats
+from prfaas.testing.link import LinkShape, LinkStats, Way
 
 _REPLY_TIMEOUT_S = 10.0
 
@@ -73,9 +73,13 @@ class LinkProcess:
         """Nothing moves in either direction, nothing is lost."""
         await self._command(f"stall {_on(stalled)}")
 
-    async def blackhole(self, active: bool) -> None:
-        """Everything sent is lost, and connections stay open."""
-        await self._command(f"blackhole {_on(active)}")
+    async def blackhole(self, active: bool, way: Way = Way.BOTH) -> None:
+        """Everything sent this way is lost, and connections stay open."""
+        await self._command(f"blackhole {way} {_on(active)}")
+
+    async def forget_idle(self, idle_s: float) -> None:
+        """From now on forget connections that are idle for longer, as a NAT does; 0: never."""
+        await self._command(f"forget_idle {idle_s}")
 
     async def refuse(self, active: bool) -> None:
         """New connections are reset at once."""
@@ -88,6 +92,14 @@ class LinkProcess:
     async def drop_connections(self) -> int:
         """Reset all connections; how many there were."""
         return int(str((await self._command("drop"))["dropped"]))
+
+    async def drop_busiest(self) -> None:
+        """Reset the one connection that has carried most."""
+        await self._command("drop_busiest")
+
+    async def cut_after(self, nbytes: int) -> None:
+        """Reset all connections once so many more bytes have come down."""
+        await self._command(f"cut_after {nbytes}")
 
     async def stats(self) -> LinkStats:
         answer = await self._command("stats")

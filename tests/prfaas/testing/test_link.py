@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from prfaas.testing.link import BendableLink, LinkShape
+from prfaas.testing.link import BendableLink, LinkShape, Way
 from prfaas.testing.link_process import measure_link
 
 
@@ -131,6 +131,66 @@ async def test_a_black_hole_loses_everything_and_keeps_connections(echo: EchoSer
         assert echo.received == 4
         assert link.stats.connections == 1
         writer.transport.abort()
+
+
+@pytest.mark.parametrize("way", [Way.UP, Way.DOWN])
+async def test_a_black_hole_may_be_in_one_way_only(echo: EchoServer, way: Way) -> None:
+    async with BendableLink(LinkShape()) as link:
+        port = await link.forward("127.0.0.1", echo.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        link.blackhole(True, way)
+        writer.write(b"gone")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.1)
+        assert echo.received == (0 if way is Way.UP else 4)
+        writer.transport.abort()
+
+
+async def test_an_idle_connection_is_forgotten_and_nobody_is_told(echo: EchoServer) -> None:
+    async with BendableLink(LinkShape()) as link:
+        port = await link.forward("127.0.0.1", echo.port)
+        link.forget_idle_s = 0.2
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(5):  # not idle
+            writer.write(b"a")
+            assert await asyncio.wait_for(reader.readexactly(1), 5) == b"a"
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(0.3)
+        writer.write(b"b")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(1), 0.1)
+        assert (echo.received, link.stats.connections) == (5, 1)
+        assert await _round_trip(port, b"new") == b"new"
+        writer.transport.abort()
+        await asyncio.sleep(0.05)
+        assert link.stats.connections == 1  # the far end does not know
+
+
+async def test_a_cut_comes_after_so_many_bytes_or_hits_the_busiest_alone(echo: EchoServer) -> None:
+    async with BendableLink(LinkShape(8e6)) as link:
+        port = await link.forward("127.0.0.1", echo.port)
+        quiet, quiet_writer = await asyncio.open_connection("127.0.0.1", port)
+        busy, busy_writer = await asyncio.open_connection("127.0.0.1", port)
+        busy_writer.write(bytes(5000))
+        await asyncio.wait_for(busy.readexactly(5000), 5)
+        assert link.drop_busiest() == 2
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(busy.read(1), 5)
+        link.cut_after(20_000)
+        quiet_writer.write(bytes(100_000))
+        with pytest.raises(ConnectionResetError):
+            await asyncio.wait_for(quiet.readexactly(100_000), 5)
+        assert 5000 + 20_000 <= link.stats.down_bytes < 5000 + 30_000
+        for writer in (quiet_writer, busy_writer):
+            writer.transport.abort()
+
+
+async def test_new_connections_can_be_sent_elsewhere(echo: EchoServer) -> None:
+    async with BendableLink(LinkShape()) as link, EchoServer() as other:
+        port = await link.forward("127.0.0.1", other.port)
+        link.retarget(port, "127.0.0.1", echo.port)
+        assert await _round_trip(port, b"here") == b"here"
+        assert (echo.received, other.received) == (4, 0)
 
 
 async def test_dropped_connections_are_reset_and_new_ones_work(echo: EchoServer) -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from prfaas.testing.link import LinkShape
+from prfaas.testing.link import LinkShape, Way
 from prfaas.testing.link_process import LinkProcess
 
 
@@ -41,7 +41,10 @@ async def test_relays_and_obeys_fault_commands(unused_tcp_port: int) -> None:
         await link.stall(False)
         await link.blackhole(True)
         await link.blackhole(False)
+        await link.blackhole(False, Way.UP)
         await link.corrupt_down(0)
+        await link.forget_idle(0.0)
+        await link.cut_after(1 << 30)
         assert await link.drop_connections() == 1
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(reader.read(1), 5)
