@@ -93,7 +93,6 @@ class FetchJob:
         self._imported_tokens = 0
         self._extent: StagingExtent | None = None
         self._map: StagingMap | None = None
-        self._session = new_session_id()
         self._epoch = 0
         self._status = ""
         self._reason = ""
@@ -225,7 +224,8 @@ class FetchJob:
             )
             await link.fetch(
                 request,
-                session=self._session,
+                # Another number for each try: a Cancel of the last one must not hit this one.
+                session=new_session_id(),
                 epoch=self._epoch,
                 staging=self._map,
                 target=extent,

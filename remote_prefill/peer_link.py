@@ -149,7 +149,10 @@ class PeerLink:
             self._silent = True
             self._changed.set()
         if isinstance(error, PeerUnavailable | EngineUnavailable):
-            self._link_lost = self._link_lost or error.field == "link"
+            if error.field == "link":
+                self._link_lost = True
+                if self.ready:  # no session is opened with a token that nobody knows
+                    self._set(PeerState.PAIRING, f"{self.name}: it has restarted")
             self._changed.set()
 
     async def wait_ready(self, limit_s: float) -> None:
@@ -215,6 +218,8 @@ class PeerLink:
                     log.exception("pairing with %s", self.name)
                     exc = PrfaasError(f"{self.name}: internal error: {exc!r}")
                 self._failed(exc)
+                if isinstance(exc, PrefillTimeout):
+                    self._channels.distrust()
                 await self._pause(pause_s)
                 pause_s = min(pause_s * 2, RETRY_MOST_S)
 

@@ -16,13 +16,21 @@ import numpy.typing as npt
 
 from prfaas.clock import Clock, Deadline
 from prfaas.codecs import RAW, CodecSet
-from prfaas.errors import Cancelled, CorruptKv, PeerUnavailable, PrefillTimeout, PrfaasError
+from prfaas.errors import (
+    Cancelled,
+    CorruptKv,
+    PeerUnavailable,
+    PrefillTimeout,
+    PrfaasError,
+    ProtocolError,
+)
 from prfaas.frames import Frame, FrameType, parse_all
 from prfaas.interfaces import KvSink
 from prfaas.layout import KvLayout
 from prfaas.ledger import digest_of_crc, piece_digest
 from prfaas.limits import Limits
 from prfaas.receive_session import Arrival, ReceiveSession, ReceiveState
+from prfaas.rpc import convert
 from remote_prefill.credit import CreditPool
 from remote_prefill.lanes import LaneBook
 from remote_prefill.link_meter import LinkMeter
@@ -295,11 +303,11 @@ class Receiver:
             try:
                 await self._converse(frame)
             except PrfaasError as exc:
-                if self._closing:
-                    return
+                if self._closing or (machine.failure is not None and not machine.ended):
+                    return  # its end is known, and only KV may still come
                 tries = 1 if self._answered else tries + 1
-                heard = self.times.accepted_s > 0
-                if not heard or exc.kind != PeerUnavailable.kind or tries > RESUME_TRIES:
+                broke = exc.kind == PeerUnavailable.kind and not machine.ended
+                if not broke or tries > RESUME_TRIES:
                     self._failed(exc)
                     return
             pause_s = RESUME_FIRST_S * 2 ** (tries - 1)
@@ -320,8 +328,9 @@ class Receiver:
             await stream.write(frame.serialize())
             self._begun.set()
             while isinstance(data := await stream.read(), bytes):
+                frames = _control_frames(data, peer)
                 self._answered = True
-                for each in parse_all(data):
+                for each in frames:
                     self._on_control(each)
             self._closed = True
         except grpc.RpcError as exc:
@@ -382,6 +391,24 @@ class Receiver:
             return True
         except (grpc.RpcError, asyncio.InvalidStateError):
             return False
+
+
+def _control_frames(data: bytes, peer: str) -> list[Frame]:
+    """Frames of one message, and refusals of what is no session yet as exceptions.
+
+    Raises PeerUnavailable: a stream that carries broken bytes, either way, is a broken stream.
+    """
+    try:
+        frames = list(parse_all(data))
+    except PrfaasError as exc:
+        raise PeerUnavailable(f"{peer}: a broken control frame: {exc.message}") from exc
+    for frame in frames:
+        if frame.type is FrameType.ERROR and not frame.session:
+            error = convert.error_from_bytes(frame.payload)
+            if isinstance(error, CorruptKv | ProtocolError):
+                raise PeerUnavailable(f"{peer} could not read our first frame: {error.message}")
+            raise error
+    return frames
 
 
 def _decode_all(

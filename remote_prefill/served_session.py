@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
 
 from prfaas.clock import Clock
 from prfaas.errors import Cancelled, PrefillTimeout, PrfaasError, ProtocolError
 from prfaas.frames import Frame, FrameType, parse_all
+from prfaas.rpc import convert
 from prfaas.send_session import SendSession, SendState
 from remote_prefill.access import Client
 from remote_prefill.exports import ExportHub
@@ -109,7 +109,7 @@ class ServedSession:
         for frame in self._told.values():
             outgoing.put_nowait(frame)
         writer = asyncio.ensure_future(self._write(stream, outgoing))
-        reader = asyncio.ensure_future(self._read(stream))
+        reader = asyncio.ensure_future(self._read(stream, outgoing))
         try:
             await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -138,11 +138,20 @@ class ServedSession:
         while (frame := await outgoing.get()) is not None:
             await stream.write(frame.serialize())
 
-    async def _read(self, stream: ControlStream) -> None:
-        """Until it closes or breaks: they look the same from here, and a broken one is resumed."""
+    async def _read(self, stream: ControlStream, outgoing: asyncio.Queue[Frame | None]) -> None:
+        """Until it closes or breaks: they look the same from here, and a broken one is resumed.
+
+        One that carries broken bytes is as good as broken, and the other side has to know.
+        """
         while isinstance(data := await stream.read(), bytes):
             try:
-                for frame in parse_all(data):
+                frames = list(parse_all(data))
+            except PrfaasError as exc:
+                log.info("a control stream of %r is broken: %s", self.machine, exc)
+                outgoing.put_nowait(unreadable(exc))
+                return
+            try:
+                for frame in frames:
                     self.heard(frame)
             except PrfaasError as exc:
                 self.stop(exc)
@@ -198,4 +207,6 @@ class ServedSession:
             self._outgoing.put_nowait(None)
 
 
-Ended = Callable[[ServedSession, str], None]
+def unreadable(error: PrfaasError) -> Frame:
+    """ERROR of no session: a frame came broken, so nobody knows what it was about."""
+    return Frame(FrameType.ERROR, 0, payload=convert.error_to_bytes(error))

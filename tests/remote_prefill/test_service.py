@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from prfaas.codecs import default_codecs
 from prfaas.errors import (
+    Cancelled,
     ContextTooLong,
     CorruptKv,
     EngineUnavailable,
@@ -394,14 +396,32 @@ async def test_a_prefill_that_goes_wrong_is_told_by_its_class(
     await site.clean()
 
 
-async def test_garbage_within_a_session_ends_it(prefill_site: Any, tokens: Any) -> None:
+async def test_garbage_on_a_control_stream_ends_the_stream_and_not_the_session(
+    prefill_site: Any, tokens: Any
+) -> None:
     site = await prefill_site(engine={"script": PrefillScript(stop_before=(1, 0))})
     client = await site.client(tokens(20)).open()
     await client.until(FrameType.KV)
     await client.call.write(b"garbage" * 20)
-    with pytest.raises(ProtocolError, match="not a frame"):
-        await client.rest()
+    with pytest.raises(ProtocolError):
+        await client.rest()  # ERROR of no session: nobody could read what it was about
+    (served,) = site.agent.sessions.values()
+    served.stop(Cancelled("the test is over"))
     await site.clean()
+
+
+async def test_a_client_that_is_gone_after_the_seal_is_freed_with_its_lease(
+    prefill_site: Any, tokens: Any
+) -> None:
+    site = await prefill_site(limits={"lease_s": 0.4})
+    client = await site.client(tokens(20), credit_bytes=0).open()
+    await client.until(FrameType.SEAL)
+    assert site.agent.retention.used_bytes > 0
+    client.call.cancel()
+    client.lane.cancel()
+    began = time.monotonic()
+    await site.clean()
+    assert time.monotonic() - began < 1.0
 
 
 async def handshake(site: Any, **changes: Any) -> pb.HandshakeReply:
