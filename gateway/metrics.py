@@ -17,7 +17,7 @@ from gateway.engine_probe import EngineProbe
 from gateway.records import RequestRecord
 from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
-from prfaas.snapshot import Outcome
+from prfaas.snapshot import PREFIX_AT_D, Outcome
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
 ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)
@@ -96,7 +96,7 @@ class GatewayMetrics:
         self.outcomes.labels(word(outcome.status)).inc()
         self.kv_raw_bytes.inc(outcome.raw_bytes)
         self.kv_wire_bytes.inc(outcome.wire_bytes)
-        if outcome.status in FELL_BACK:
+        if outcome.status in FELL_BACK and outcome.reason != PREFIX_AT_D:
             self.fallbacks.labels(word(outcome.reason)).inc()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -17,6 +17,7 @@ from local_engine.sequence import Phase
 from prfaas.clock import Clock
 from prfaas.errors import PrefillUnavailable
 from prfaas.layout import Extent
+from prfaas.snapshot import PREFIX_AT_D
 from prfaas_connect.port.messages import Abort, Fetch, FetchDone, PortError, Release
 
 LOCAL, STAGED, PARTIAL, REFUSED = "local", "staged", "partial", "refused"
@@ -122,10 +123,8 @@ class KvImporter:
     def _ask(self, answer: Answer) -> None:
         params = answer.request.kv_transfer_params
         assert params is not None
-        have, want = answer.computed, answer.target
-        if have >= want:
-            self._go_local(answer, "cached")
-            return
+        want = answer.target
+        have = min(answer.computed, want)
         self._count += 1
         session = f"{self._prefix}-{self._count}"
         fetch = Fetch(session, dict(params), have=have, want=want, uncached=want - have)
@@ -133,6 +132,10 @@ class KvImporter:
             sent = self._port.send(fetch, np.asarray(answer.tokens, dtype="<i4").tobytes())
         except PortError:  # Larger than a message may be; the parameters are the client's.
             self._go_local(answer, "bad_params")
+            return
+        if have == want:
+            # The agent hears of it, so that the gateway does; nobody waits for its answer.
+            self._go_local(answer, PREFIX_AT_D)
             return
         if not sent:
             self._go_local(answer, "no_agent")

@@ -14,7 +14,7 @@ from prfaas.codecs import default_codecs
 from prfaas.kvport import EngineConn, PortClosed, RankConn
 from prfaas.placement import StagingMap
 from prfaas.settings import Settings
-from prfaas.snapshot import Outcome
+from prfaas.snapshot import PREFIX_AT_D, Outcome
 from prfaas.tls_files import TlsFiles
 from prfaas_connect.port.messages import (
     Abort,
@@ -217,7 +217,9 @@ class DecodeAgent:
         admission = self._admitter.judge(fetch.params, self.clock.wall())
         params = admission.params
         if params is not None and not admission.reason:
-            if self.draining:
+            if fetch.have == fetch.want:
+                admission = Admission(PREFIX_AT_D, "all of the prompt is here already", params)
+            elif self.draining:
                 admission = Admission("draining", "this agent is draining", params)
             elif len(side.jobs) >= self.limits.agent_max_sessions:
                 text = f"{len(side.jobs)} fetches are open already"
@@ -249,7 +251,8 @@ class DecodeAgent:
 
     def _turn_down(self, side: EngineSide, fetch: Fetch, admission: Admission) -> None:
         """Answer a fetch for which nobody is dialled."""
-        status = "refused" if admission.rejects else "local"
+        needs_p = admission.reason != PREFIX_AT_D
+        status = "refused" if admission.rejects and needs_p else "local"
         log.info("fetch turned down reason=%s: %s", admission.reason, admission.message)
         side.conn.send(
             FetchDone(
@@ -332,7 +335,7 @@ def _check_fetch(fetch: Fetch, tokens: bytes) -> None:
     """Raises PortError: the engine contradicts itself."""
     if len(tokens) != 4 * (fetch.want + 1):
         raise PortError(f"fetch: {len(tokens)} bytes of tokens, want is {fetch.want}")
-    if not 0 <= fetch.have < fetch.want:
-        raise PortError(f"fetch: have {fetch.have} is not below want {fetch.want}")
+    if not 0 <= fetch.have <= fetch.want:
+        raise PortError(f"fetch: have {fetch.have} is above want {fetch.want}")
     if fetch.uncached != fetch.want - fetch.have:
         raise PortError(f"fetch: uncached {fetch.uncached} is not want less have")

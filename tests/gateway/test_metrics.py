@@ -64,6 +64,13 @@ def test_outcomes_and_fallbacks(status: str, fell_back: bool) -> None:
     assert value(metrics, "kv_wire_bytes_total") == 7
 
 
+def test_a_prompt_that_d_has_whole_is_an_outcome_and_no_fallback() -> None:
+    metrics = GatewayMetrics()
+    metrics.outcome(Outcome("t", "local", reason="prefix_at_d"))
+    assert value(metrics, "outcomes_total", status="local") == 1
+    assert value(metrics, "fallbacks_total", reason="prefix_at_d") == 0
+
+
 @pytest.mark.parametrize(
     ("reason", "label"),
     [

@@ -189,8 +189,9 @@ class EngineMachine(RuleBasedStateMachine):
         """Take what the engine said, and hold it to its word."""
         for message, blob in self.port.take(Fetch):
             prompt = np.frombuffer(blob, dtype="<i4").tolist()
-            assert 0 <= message.have < message.want == len(prompt) - 1
-            self.fetches[message.session] = (message, prompt)
+            assert 0 <= message.have <= message.want == len(prompt) - 1
+            if message.have < message.want:  # else nobody waits for an answer
+                self.fetches[message.session] = (message, prompt)
         for abort, _ in self.port.take(Abort):
             del self.fetches[abort.session]
         for release, _ in self.port.take(Release):

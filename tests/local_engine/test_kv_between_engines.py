@@ -115,7 +115,7 @@ def test_a_real_model_answers_from_remote_kv_as_it_does_alone(
         assert len(stream.tokens) == 12
     remote = decode.core.stats()
     assert remote.computed_tokens == 0
-    assert remote.kv_outcomes == {"cached": 1, "staged": len(lengths) - 1}
+    assert remote.kv_outcomes == {"prefix_at_d": 1, "staged": len(lengths) - 1}
     assert decode.port is not None
     sent = agents.digests()
     received = {r.session: r.digest for r in decode.port.of(Release)}

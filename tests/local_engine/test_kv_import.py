@@ -72,7 +72,8 @@ def test_staged_kv_is_decoded_from_without_any_prefill(length: int, cached: int)
     engine.runner.chunks.clear()
     stream = engine.submit("a", tokens(length), 6, params=PARAMS)
     if length - 1 <= min(cached, (length - 1) // 4 * 4):
-        assert engine.agent.of(Fetch) == []
+        (fetch,) = engine.agent.of(Fetch)
+        assert fetch.have == fetch.want
         return
     fetch = engine.fetch()
     engine.stage(fetch, tokens(length), fetch.want)
@@ -153,16 +154,20 @@ def test_refused_ends_the_request_with_the_typed_error() -> None:
     engine.assert_empty()
 
 
-def test_what_is_cached_needs_no_fetch() -> None:
+def test_what_is_cached_is_told_and_waits_for_nobody() -> None:
     engine = Decode()
     engine.submit("warm", tokens(17), 1)
     engine.run()
     stream = engine.submit("a", tokens(17), params=PARAMS)
     engine.run()
-    assert engine.agent.of(Fetch) == []
-    assert stream.events[0].kv_reason == "cached"
-    assert dict(engine.core.stats().kv_outcomes) == {"cached": 1}
     engine.assert_answered("a")
+    (fetch,) = engine.agent.of(Fetch)
+    assert (fetch.have, fetch.want, fetch.uncached) == (16, 16, 0)
+    assert (stream.events[0].kv_status, stream.events[0].kv_reason) == ("local", "prefix_at_d")
+    assert dict(engine.core.stats().kv_outcomes) == {"prefix_at_d": 1}
+    engine.core.handle(FetchDone(fetch.session, "local", "prefix_at_d"), b"")
+    engine.run()
+    engine.assert_empty()
 
 
 def test_without_port_or_agent_the_request_is_local_and_counted() -> None:

@@ -153,6 +153,24 @@ async def test_a_signed_reject_is_refused_where_local_is_not_granted(
     assert (await d.outcome(params)).status == "refused"
 
 
+@pytest.mark.parametrize("on_failure", ["local", "reject"])
+@pytest.mark.parametrize("length", [1, PROMPT])
+async def test_a_prompt_that_is_all_at_d_has_an_outcome_and_no_session(
+    prefill_site: Any, decode_site: Any, tokens: Any, on_failure: str, length: int
+) -> None:
+    p = await prefill_site()
+    d = await decode_site({"fra/p0": p})
+    await d.ready("fra/p0")
+    params = d.params("fra/p0", on_failure=on_failure)
+    done = await d.engine.fetch(params, tokens(length), length - 1)
+    assert (done.status, done.reason) == ("local", "prefix_at_d")
+    outcome = await d.outcome(params)
+    assert (outcome.status, outcome.reason, outcome.tried) == ("local", "prefix_at_d", ())
+    assert (outcome.have_tokens, outcome.want_tokens) == (length - 1, length - 1)
+    assert not served(p)
+    await d.clean(p)
+
+
 # --- imports ---
 @pytest.mark.parametrize("result", ["imported", "failed", "aborted", "wrong"])
 async def test_what_the_engine_says_of_its_import_is_in_the_outcome(
