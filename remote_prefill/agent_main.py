@@ -12,6 +12,7 @@ import grpc.aio
 from prfaas.clock import Deadline
 from prfaas.dialling import ends_at, open_files
 from prfaas.kvport import PortServer
+from prfaas.rpc.server_log import quiet_server_log
 from prfaas.settings import Settings
 from prfaas.tls import require_tls_or_loopback
 from remote_prefill.decode_agent import DecodeAgent
@@ -49,6 +50,7 @@ class AgentServer:
             on_engine=agent.on_engine,
             on_rank=agent.on_rank,
         )
+        quiet_server_log()
         self._server = grpc.aio.server(
             interceptors=gates(mine.tls, MAX_RPCS),
             options=server_options(WATCH_REQUEST_BYTES),

@@ -12,6 +12,7 @@ import grpc.aio
 from prfaas.clock import Deadline
 from prfaas.dialling import ends_at, open_files
 from prfaas.kvport import PortServer
+from prfaas.rpc.server_log import quiet_server_log
 from prfaas.settings import Settings
 from prfaas.tls import require_tls_or_loopback
 from remote_prefill.lifecycle import stop_grpc, stop_signals
@@ -60,6 +61,7 @@ class PrefillServer:
             on_rank=agent.on_rank,
         )
         most = limits.agent_max_sessions + SPARE_RPCS
+        quiet_server_log()
         self._server = grpc.aio.server(
             interceptors=gates(mine.tls, most),
             options=server_options(control_bytes(limits)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -66,13 +65,8 @@ def no_internal_error(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     yield
     for when in ("setup", "call", "teardown"):
         records = caplog.get_records(when)  # type: ignore[arg-type]
-        unexpected = [r for r in records if r.exc_info and not _grpc_ended_it(r)]
+        unexpected = [r for r in records if r.exc_info]
         assert not unexpected, [r.getMessage() for r in unexpected]
-
-
-def _grpc_ended_it(record: logging.LogRecord) -> bool:
-    """gRPC at times logs that it could not end a stream well which it had itself cut before."""
-    return record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
 
 
 @pytest.fixture
