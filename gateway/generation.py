@@ -31,7 +31,14 @@ from gateway.trace import Trace
 from gateway.upstream import Upstream
 from prfaas import transfer
 from prfaas.clock import Clock
-from prfaas.errors import Cancelled, EngineUnavailable, PrfaasError, UnknownModel
+from prfaas.errors import (
+    BY_KIND,
+    Cancelled,
+    EngineUnavailable,
+    PrefillUnavailable,
+    PrfaasError,
+    UnknownModel,
+)
 from prfaas.hashing import cache_salt
 from prfaas.interfaces import RoutingPolicy
 from prfaas.limits import Limits
@@ -42,6 +49,9 @@ logger = logging.getLogger(__name__)
 request_logger = logging.getLogger("gateway.request")
 
 TARGET_HEADER = "x-prfaas-target"
+KV_FAILED = frozenset({"refused", "failed"})
+"""Outcomes after which an engine has no KV to answer from, and was told not to compute it."""
+RETRY_AFTER_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +101,7 @@ class Generation:
         self._may_offload = settings.offload and settings.engines[0].agent is not None
         self._awaiting: dict[str, RequestRecord] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._waiters: dict[str, asyncio.Event] = {}
 
     async def serve(self, inbound: Inbound, sink: ClientSink) -> WholeAnswer | None:
         """Answer one request: a whole answer to send, or None where it was streamed to `sink`.
@@ -164,16 +175,44 @@ class Generation:
             # 6. D's agent carries out the plan; `outcome` hears how it went.
             # 7. Nothing goes to the client before the engine's first event; then all of it does.
             content_type = response.headers.get("content-type", "")
+            answer: WholeAnswer | Relayed
             if response.status != 200 or not content_type.startswith(EVENT_STREAM):
-                return await relay_whole(response, self._limits)
-            return await relay_stream(
-                response,
-                sink,
-                self._limits,
-                {"content-type": content_type, **_answer_headers(record)},
-                lambda count: self._saw_events(record, count),
-            )
+                answer = await relay_whole(response, self._limits)
+            else:
+                answer = await relay_stream(
+                    response,
+                    sink,
+                    self._limits,
+                    {"content-type": content_type, **_answer_headers(record)},
+                    lambda count: self._saw_events(record, count),
+                )
+        if isinstance(answer, WholeAnswer) and answer.status >= 500:
+            await self._raise_refusal(record, answer)
+        return answer
         # 8. One log line for each request, with its outcome: see `_end`.
+
+    async def _raise_refusal(self, record: RequestRecord, answer: WholeAnswer) -> None:
+        """An engine that cannot say why a request failed: its agent knows if KV was the reason.
+
+        Raises PrefillUnavailable where it was; an error of ours stays as it is.
+        """
+        if not record.transfer_id or _kind_in(answer.body) in BY_KIND:
+            return
+        if record.outcome is None:
+            waiter = self._waiters.setdefault(record.transfer_id, asyncio.Event())
+            try:
+                async with asyncio.timeout(self._limits.watch_stale_s):
+                    await waiter.wait()
+            except TimeoutError:
+                return
+            finally:
+                self._waiters.pop(record.transfer_id, None)
+        outcome = record.outcome
+        if outcome is not None and outcome.status in KV_FAILED:
+            raise PrefillUnavailable(
+                f"remote prefill {outcome.status}: {outcome.reason or 'no reason given'}",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     def outcome(self, outcome: Outcome) -> None:
         """What D's agent reports of a transfer; those of other gateways are not ours to count."""
@@ -181,6 +220,9 @@ class Generation:
         if record is None:
             return
         record.outcome = outcome
+        waiter = self._waiters.get(outcome.transfer_id)
+        if waiter is not None:
+            waiter.set()
         self._policy_state = self._policy.observe(self._policy_state, outcome)
         self._metrics.outcome(outcome)
         self._dispatcher.prefill_over(record)

@@ -1,8 +1,8 @@
 """From the engine's answer to the client: the commit point, true status codes, and honest ends.
 
-Nothing goes to the client before the engine's first `data:` event, so a failure until then is a
-plain error with its own status. After it a failure is an error event in OpenAI's shape, without
-[DONE], and the connection closes.
+Nothing goes to the client before the engine's first `data:` event that says something, so a failure
+until then is a plain error with its own status. After it a failure is an error event in OpenAI's
+shape, without [DONE], and the connection closes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from gateway.sse import SseSplitter, first_data
+from gateway.sse import SseSplitter, data_payloads
 from gateway.upstream import UpstreamResponse
 from prfaas.errors import BY_KIND, Cancelled, EngineUnavailable, PrfaasError, openai_body
 from prfaas.limits import Limits
@@ -126,21 +126,51 @@ async def _until_first_event(
     held = b""
     async for chunk in chunks:
         held += splitter.feed(chunk)
-        if splitter.events or splitter.done:
+        if splitter.done or splitter.failed:
+            return held
+        if splitter.events and not all(map(_only_opens, data_payloads(held))):
             return held
         if len(held) > limits.max_event_bytes:
             break
+    if splitter.events:
+        return held
     raise EngineUnavailable("the engine ended the stream before its first event")
 
 
 def _first_error(held: bytes) -> WholeAnswer | None:
     """An engine that fails before its first token may have said 200 already: undo that."""
-    payload = first_data(held)
-    if not _has_error_shape(payload):
-        return None
-    error = msgspec.json.decode(payload)["error"]
-    status = _status_of(error)
-    return WholeAnswer(status, {"content-type": "application/json"}, payload)
+    for payload in data_payloads(held):
+        if _has_error_shape(payload):
+            status = _status_of(msgspec.json.decode(payload)["error"])
+            return WholeAnswer(status, {"content-type": "application/json"}, payload)
+        if not _only_opens(payload):
+            return None
+    return None
+
+
+def _only_opens(payload: bytes) -> bool:
+    """A chat's first event, which says whose turn it is; engines send it before they know how the
+    request ends.
+    """
+    if b'"role"' not in payload:
+        return False
+    try:
+        choices = msgspec.json.decode(payload, type=_Opening).choices
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return all(c.finish_reason is None and not any(c.delta.values()) for c in choices)
+
+
+class _OpeningChoice(msgspec.Struct):
+    delta: dict[str, Any]
+    finish_reason: Any = None
+
+    def __post_init__(self) -> None:
+        self.delta.pop("role", None)
+
+
+class _Opening(msgspec.Struct):
+    choices: list[_OpeningChoice]
 
 
 def _status_of(error: Mapping[str, Any]) -> int:

@@ -48,12 +48,9 @@ class SseSplitter:
         self.events += count
 
 
-def first_data(events: bytes) -> bytes:
-    """The payload of the first `data:` event in whole events, empty if there is none."""
-    for line in events.splitlines():
-        if line.startswith(b"data:"):
-            return line[5:].strip()
-    return b""
+def data_payloads(events: bytes) -> list[bytes]:
+    """The payloads of all `data:` events in whole events, in order."""
+    return [line[5:].strip() for line in events.splitlines() if line.startswith(b"data:")]
 
 
 def _at_line_start(whole: bytes, marks: tuple[bytes, ...]) -> bool:

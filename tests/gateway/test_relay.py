@@ -131,6 +131,45 @@ async def test_an_error_that_comes_first_gets_its_own_status(
     assert counts == []
 
 
+OPENING = b'data: {"id":"c","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n'
+FAILED = b'data: {"error":{"message":"x","type":"InternalServerError","code":500}}\n\n'
+
+
+@pytest.mark.parametrize("pieces", [(OPENING, FAILED, DONE), (OPENING + FAILED + DONE,)])
+async def test_an_error_behind_an_event_that_only_opens_gets_its_status_too(
+    pieces: tuple[bytes, ...],
+) -> None:
+    answer, sink, counts = await stream(*pieces)
+    assert isinstance(answer, WholeAnswer)
+    assert (answer.status, b"data: " + answer.body + b"\n\n") == (500, FAILED)
+    assert not sink.started
+    assert counts == []
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n',
+        b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\n',
+        b'data: {"choices":[{"delta":{"tool_calls":[{"index":0}]}}]}\n\n',
+    ],
+)
+async def test_the_opening_event_goes_out_with_the_first_that_says_something(
+    second: bytes,
+) -> None:
+    answer, sink, counts = await stream(OPENING, second, FAILED)
+    assert answer == Relayed("engine_error_event")
+    assert sink.got == OPENING + second + FAILED
+    assert sink.writes == 2
+    assert counts[0] == 2
+
+
+async def test_a_stream_that_only_opens_is_relayed_and_closed() -> None:
+    answer, sink, _ = await stream(OPENING)
+    assert answer == Relayed("engine_unavailable")
+    assert sink.got.startswith(OPENING + b"data: {")
+
+
 async def test_a_break_after_the_commit_is_said_in_the_stream() -> None:
     """Case 38, also where the break is in the middle of an event."""
     answer, sink, _ = await stream(EVENT, EVENT[:10], EngineUnavailable("engine d-0 broke off"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.sse import SseSplitter, first_data
+from gateway.sse import SseSplitter, data_payloads
 from prfaas.errors import ProtocolError
 
 STREAM = (
@@ -59,6 +59,7 @@ def test_an_event_without_end_is_refused() -> None:
         splitter.feed(b"x" * 90)
 
 
-def test_the_first_payload_is_found_behind_comments() -> None:
-    assert first_data(b': c\n\nevent: m\ndata:  {"a":1} \n\ndata: 2\n\n') == b'{"a":1}'
-    assert first_data(b": c\n\n") == b""
+def test_payloads_are_found_between_other_lines() -> None:
+    found = data_payloads(b': c\n\nevent: m\ndata:  {"a":1} \n\ndata: 2\n\n')
+    assert found == [b'{"a":1}', b"2"]
+    assert data_payloads(b": c\n\n") == []
