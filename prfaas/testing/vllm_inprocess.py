@@ -41,25 +41,38 @@ class InProcessVllm:
     """Owns one engine; `close` ends it. Every method is for the thread that made it."""
 
     def __init__(
-        self, model: Path, agent: StagingAgent, engine: dict[str, Any], options: dict[str, Any]
+        self,
+        model: Path,
+        agent: StagingAgent,
+        engine: dict[str, Any],
+        options: dict[str, Any],
+        beside: dict[str, Any] | None = None,
     ) -> None:
+        """`beside`: KVTransferConfig of another connector, the two in a MultiConnector."""
         from vllm.config import KVTransferConfig
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.agent = agent
-        transfer = KVTransferConfig(
-            kv_connector="PrfaasConnector",
-            kv_connector_module_path="prfaas_connect.vllm.connector",
-            kv_role="kv_consumer",
-            kv_load_failure_policy="fail",
-            kv_connector_extra_config={
+        ours: dict[str, Any] = {
+            "kv_connector": "PrfaasConnector",
+            "kv_connector_module_path": "prfaas_connect.vllm.connector",
+            "kv_role": "kv_consumer",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {
                 "socket": str(agent._path),
                 "chunk_tokens": CHUNK_TOKENS,
                 **options,
             },
-        )
+        }
+        both = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {"connectors": [ours, beside]},
+        }
+        transfer = KVTransferConfig(**(both if beside else ours))
         arguments: dict[str, Any] = {
             "model": str(model),
             "dtype": "float32",
@@ -75,6 +88,9 @@ class InProcessVllm:
         self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
         self.connector: Any = self.scheduler.connector
         self.worker: Any = get_kv_transfer_group()
+        if beside:
+            self.connector = self.connector._connectors[0]
+            self.worker = self.worker._connectors[0]
         self.block_tokens: int = self.scheduler.block_size
         self._known: dict[bytes, Kv] = {}
         self._count = 0

@@ -67,12 +67,23 @@ def require_decode(features: Features, config: Any) -> None:
                 f"prfaas cannot decode on vLLM {features.version}: this version {sentence}; "
                 "use vLLM 0.32"
             )
-    if config.kv_load_failure_policy != "fail":
-        raise UnsupportedVllm(
-            "prfaas needs kv_load_failure_policy=fail in --kv-transfer-config: under "
-            f"{config.kv_load_failure_policy!r} vLLM would compute locally what was refused, "
-            "whatever its load"
-        )
+    for each in filter(None, (config, _outer_config())):
+        if each.kv_load_failure_policy != "fail":
+            raise UnsupportedVllm(
+                "prfaas needs kv_load_failure_policy=fail in --kv-transfer-config: under "
+                f"{each.kv_load_failure_policy!r} vLLM would compute locally what was refused, "
+                "whatever its load"
+            )
+
+
+def _outer_config() -> Any:
+    """The transfer configuration in force; within a MultiConnector it is not our own."""
+    try:
+        from vllm.config import get_current_vllm_config_or_none
+    except ImportError:
+        return None
+    current = get_current_vllm_config_or_none()
+    return current.kv_transfer_config if current is not None else None
 
 
 def require_engine(vllm_config: Any) -> None:

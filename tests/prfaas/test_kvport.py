@@ -17,6 +17,7 @@ import pytest
 
 from prfaas.errors import ConfigError
 from prfaas.kvport import EngineConn, PortClosed, PortServer
+from prfaas.testing.waiting import eventually
 from prfaas_connect.port.engine import EnginePort
 from prfaas_connect.port.layout import GroupKind, KvLayout, LayerGroup
 from prfaas_connect.port.messages import (
@@ -362,6 +363,7 @@ async def test_other_processes_of_an_engine_join_it_and_leave_with_it(tmp_path: 
         rank = EnginePort(str(tmp_path / "s"), join, rank_seen, reconnect_s=0.02)
         rank.start()
         await rank_seen.wait_for(1)
+        await eventually(lambda: 1 in conn.ranks)
         conn.staging[:4] = b"both"
         assert bytes(main.staging(0, 4)) == bytes(rank.staging(0, 4)) == b"both"
         assert rank.ring_reserve(8) == 0

@@ -103,6 +103,8 @@ def stack(
         safetensors_dir,
         block=32,
         kv_bytes=256 << 20,
+        # The two engines and this machine's other work share its cores.
+        limits={"first_frame_timeout_s": 60.0, "progress_timeout_s": 30.0},
         p_engine={"kv_memory_bytes": 256 << 20, "chunk_tokens": 128},
     ) as running:
         yield running

@@ -41,14 +41,19 @@ def agent(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StagingAgent]:
 
 @pytest.fixture(scope="module")
 def vllm_module(
-    request: pytest.FixtureRequest, tiny_model: Path, agent: StagingAgent
+    request: pytest.FixtureRequest,
+    tiny_model: Path,
+    agent: StagingAgent,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[InProcessVllm]:
-    """The engine as the test module's `ENGINE` and `OPTIONS` want it; one in a process."""
+    """The engine as `ENGINE`, `OPTIONS` and `beside` of the test module say; one in a process."""
+    beside = getattr(request.module, "beside", None)
     engine = InProcessVllm(
         tiny_model,
         agent,
         engine=getattr(request.module, "ENGINE", {}),
         options=getattr(request.module, "OPTIONS", {}),
+        beside=beside(tmp_path_factory.mktemp("beside")) if beside else None,
     )
     yield engine
     engine.close()
