@@ -42,7 +42,12 @@ class Feed:
     connected: bool = False
     heard_at: float | None = None
     engine: EngineInfo = UNCONNECTED
+    agent: str = ""
+    """As the agent calls itself."""
     links: dict[tuple[str, str], LinkInfo] = field(default_factory=dict)
+    """D's view, by peer and instance."""
+    served_links: dict[str, LinkInfo] = field(default_factory=dict)
+    """P's view, by the D agent at the other end."""
     reconnects: int = 0
     silent_since: float | None = None
     warned_silent: bool = False
@@ -82,6 +87,10 @@ class ClusterView:
     def engine_name(self) -> str:
         return self._engine.name
 
+    @property
+    def peers(self) -> tuple[PeerEndpoint, ...]:
+        return self._peers
+
     def _add_feed(self, place: str, address: str) -> None:
         self.feeds[place] = Feed(place, address)
 
@@ -89,14 +98,15 @@ class ClusterView:
         """Take in one Watch event of the agent at `place`; returns the outcomes it reports."""
         feed, now = self.feeds[place], self._clock.now()
         feed.connected, feed.heard_at = True, now
+        feed.agent = update.agent or feed.agent
         if update.full:
-            feed.links = {}
             feed.engine = UNCONNECTED
+        if update.full or update.links:
+            feed.links = {(k.peer, k.instance): k for k in update.links if not k.agent}
+            feed.served_links = {k.agent: k for k in update.links if k.agent}
         before = feed.engine
         for info in update.engines:
             feed.engine = info
-        for link in update.links:
-            feed.links[(link.peer, link.instance)] = link
         self.index.update(place, update)
         is_d = place == self._engine.name
         if is_d and _load_changed(before, feed.engine):
@@ -118,6 +128,11 @@ class ClusterView:
     def block_sizes(self) -> frozenset[int]:
         """Block sizes of all engines heard of, for which a prompt needs a hash chain."""
         return frozenset(f.engine.block_tokens for f in self.feeds.values()) - {0}
+
+    def served_link(self, peer: PeerEndpoint) -> LinkInfo | None:
+        """P's view of its link to our D agent; None while it has not told any."""
+        d_feed = self.feeds.get(self._engine.name)
+        return None if d_feed is None else self.feeds[place_of(peer)].served_links.get(d_feed.agent)
 
     def cache_known(self, place: str) -> bool:
         feed = self.feeds.get(place)
@@ -272,6 +287,7 @@ def describe(view: ClusterView, snapshot: Snapshot) -> Mapping[str, object]:
                 "reconnects": feed.reconnects,
                 "engine": feed.engine,
                 "links": list(feed.links.values()),
+                "served_links": list(feed.served_links.values()),
                 "index_blocks": view.index.blocks(feed.place),
                 "cache_known": view.cache_known(feed.place),
             }

@@ -18,6 +18,7 @@ from gateway.records import RequestRecord
 from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
 from prfaas.snapshot import PREFIX_AT_D, Outcome
+from prfaas.telemetry import LinkLimit
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
 ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)
@@ -140,6 +141,7 @@ class _LiveGauges(Collector):
         yield up
         yield from self._feeds()
         yield from self._links()
+        yield from self._limits()
 
     def _feeds(self) -> Iterable[Metric]:
         now, view = self._sources.clock.now(), self._view
@@ -168,6 +170,16 @@ class _LiveGauges(Collector):
                 lambda k: k.goodput_bytes_per_s,
             ),
             ("link_rtt_seconds", "Measured round trip.", lambda k: k.rtt_s),
+            (
+                "link_queueing_seconds",
+                "Round trip over the shortest of the last minutes.",
+                lambda k: k.queueing_s,
+            ),
+            (
+                "link_rate_bytes_per_second",
+                "What has come in the last second.",
+                lambda k: k.rate_bytes_per_s,
+            ),
             ("link_in_flight_bytes", "Wire bytes still to come.", lambda k: k.in_flight_bytes),
             ("link_wire_ratio", "Raw over wire bytes.", lambda k: k.wire_ratio),
         )
@@ -176,6 +188,39 @@ class _LiveGauges(Collector):
             for link in feed.links.values() if feed is not None else ():
                 family.add_metric([link.peer, link.instance], float(value(link)))
             yield family
+
+    def _limits(self) -> Iterable[Metric]:
+        limits = _family(
+            "link_limit",
+            "1 for what limits a link now (`idle`, `sender`, `receiver`, `link`), as the agent at "
+            "its end `d` or `p` judges it.",
+            "peer",
+            "instance",
+            "end",
+            "limit",
+        )
+        stalled = _family(
+            "link_stalled_seconds",
+            "So long nothing has moved, although bytes are under way; 0 below a second.",
+            "peer",
+            "instance",
+            "end",
+        )
+        view = self._view
+        feed = view.feeds.get(view.engine_name)
+        for peer in view.peers:
+            name = (peer.peer, peer.instance)
+            ends = {
+                "d": feed.links.get(name) if feed is not None else None,
+                "p": view.served_link(peer),
+            }
+            for end, link in ends.items():
+                if link is None:
+                    continue
+                stalled.add_metric([*name, end], link.stalled_s)
+                for each in LinkLimit if link.limit is not None else ():
+                    limits.add_metric([*name, end, each.value], link.limit is each)
+        yield from (limits, stalled)
 
 
 def _family(name: str, text: str, *labels: str) -> GaugeMetricFamily:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prfaas.codecs import CodecSet
 from prfaas.errors import CorruptKv, PrfaasError, ProtocolError
@@ -20,7 +20,13 @@ from prfaas.layout import KvLayout
 from prfaas.ledger import Ledger, Piece
 from prfaas.rpc import convert
 from prfaas.sequences import MAX_RANGES, Range, SequenceSet
-from prfaas.session_messages import SessionAck, SessionOpen, SessionResume, SessionSeal
+from prfaas.session_messages import (
+    ReceiverReport,
+    SessionAck,
+    SessionOpen,
+    SessionResume,
+    SessionSeal,
+)
 from prfaas.wire_order import WireOrder
 
 CORRUPT_IN_A_ROW = 10
@@ -169,10 +175,15 @@ class ReceiveSession:
         self._most_credit = max(self._most_credit, credit_bytes)
 
     def ack(
-        self, receive_bytes_per_s: float = 0.0, lanes: Iterable[int] = (), lanes_opened: int = 0
+        self,
+        receive_bytes_per_s: float = 0.0,
+        lanes: Iterable[int] = (),
+        lanes_opened: int = 0,
+        report: ReceiverReport | None = None,
     ) -> Frame:
-        """ACK; renews the lease."""
+        """ACK; renews the lease. `report`: what the sender may know of this side."""
         ack = self._ack(self._untold, receive_bytes_per_s, lanes, lanes_opened)
+        ack = replace(ack, report=report)
         return self._control(FrameType.ACK, convert.ack_to_bytes(ack))
 
     def resume(self, lanes: Iterable[int], lanes_opened: int) -> Frame:

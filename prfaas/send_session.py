@@ -22,6 +22,7 @@ from prfaas.rpc import convert
 from prfaas.sequences import Range, SequenceSet
 from prfaas.session_messages import (
     PrefillReport,
+    ReceiverReport,
     SessionAccept,
     SessionAck,
     SessionOpen,
@@ -89,6 +90,10 @@ class SendSession:
         self.messages = 0
         self.receive_bytes_per_s = 0.0
         """As the receiver says."""
+        self.report: ReceiverReport | None = None
+        """What the last ACK said of the receiver."""
+        self.verified_bytes = 0
+        """Of `handed_bytes`: what has arrived for certain."""
         self.seal_frame: Frame | None = None
         self.held = request.hold_until_sealed
         """Nothing is given out before the seal."""
@@ -229,6 +234,7 @@ class SendSession:
         self._ask(ack.wanted)
         self.credit_bytes = ack.credit_bytes
         self.receive_bytes_per_s = ack.receive_bytes_per_s
+        self.report = ack.report
         self._seal_known = self._seal_known or ack.sealed
         self._settle()
 
@@ -372,6 +378,7 @@ class SendSession:
         if kept.lane is None:
             self._resend.remove(sequence)
         self._acked.add(sequence)
+        self.verified_bytes += kept.frame.wire_bytes
         self._release(sequence)
 
     def _send_again(self, sequence: int) -> None:

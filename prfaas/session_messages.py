@@ -128,6 +128,22 @@ class SessionSeal:
 
 
 @dataclass(frozen=True, slots=True)
+class ReceiverReport:
+    """What an ACK tells of the receiver and of the link as it measures it, over all sessions."""
+
+    busy_share: float = 0.0
+    """Of the last second: it had no time to spare, or frames waited to be decoded."""
+    held_bytes: int = 0
+    """Received and not verified."""
+    free_staging_bytes: int = 0
+    rtt_s: float = 0.0
+    queueing_s: float = 0.0
+    """Of the round trip: what is over the shortest of the last minutes."""
+    goodput_age_s: float = 0.0
+    """Since the ACK's `receive_bytes_per_s` was measured."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionAck:
     """ACK: how far the receiver is; any ACK renews the lease.
 
@@ -154,6 +170,8 @@ class SessionAck:
     """On demand: tensors asked for and not here, by their number in wire order. What was asked for
     once stays asked for.
     """
+    report: ReceiverReport | None = None
+    """None: the receiver does not say."""
 
 
 @dataclass(frozen=True, slots=True)

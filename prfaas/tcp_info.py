@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ _FDS = "/proc/self/fd"
 _MAX_INFO_BYTES = 1024
 _MAX_NAME_BYTES = 16  # TCP_CA_NAME_MAX
 _US = 1e-6
+RESCAN_S = 5.0
 
 Address = tuple[str, int]
 
@@ -187,6 +189,59 @@ def find_sockets(peer: str, local_port: int | None = None) -> list[socket.socket
     return _matching(lambda sock: _connected(sock, wanted, local_port))
 
 
+class ConnectionProbe:
+    """Reads TCP_INFO of the connection of this process to `peer`, again and again.
+
+    It keeps no descriptor of its own between two readings, so that nothing holds the connection
+    open; it remembers the owner's. A connection that is not found is looked for again only after
+    RESCAN_S, because that means to go through all descriptors.
+    """
+
+    def __init__(self, peer: str, now_s: Callable[[], float] = time.monotonic) -> None:
+        self._peer = parse_peer(peer)
+        self._now_s = now_s
+        self._fd: int | None = None
+        self._missing: Unavailable | None = None
+        self._scanned_s = 0.0
+
+    def read(self) -> TcpInfo | Unavailable:
+        peer = self._peer
+        if isinstance(peer, Unavailable):
+            return peer
+        info = self._read_known(peer)
+        if info is not None:
+            return info
+        if self._missing is None or self._now_s() - self._scanned_s >= RESCAN_S:
+            self._scanned_s = self._now_s()
+            self._missing = self._scan(peer)
+        return self._missing or self._read_known(peer) or Unavailable("it has just closed")
+
+    def _read_known(self, peer: Address) -> TcpInfo | Unavailable | None:
+        """None: the descriptor is another connection's by now, or none."""
+        sock = None if self._fd is None else _duplicate(self._fd)
+        if sock is not None:
+            with sock:
+                if _is_tcp(sock) and _connected(sock, peer, None):
+                    return read_tcp_info(sock)
+        self._fd = None
+        return None
+
+    def _scan(self, peer: Address) -> Unavailable | None:
+        found: list[int] = []
+        try:
+            for number, sock in _own_sockets():
+                with sock:
+                    if _connected(sock, peer, None):
+                        found.append(number)
+        except OSError as exc:
+            return Unavailable(f"{_FDS} cannot be read: {exc.strerror}")
+        if len(found) != 1:
+            where = f"{peer[0]}:{peer[1]}"
+            return Unavailable(f"{len(found)} sockets of this process are connected to {where}")
+        self._fd = found[0]
+        return None
+
+
 def find_listeners(port: int) -> list[socket.socket] | Unavailable:
     """Listening TCP sockets of this process on a port, duplicated; the caller closes each."""
     return _matching(lambda sock: _listens(sock, port))
@@ -219,7 +274,7 @@ def _seconds(value_us: int | None) -> float | None:
 def _matching(matches: Callable[[socket.socket], bool]) -> list[socket.socket] | Unavailable:
     found = []
     try:
-        for sock in _own_sockets():
+        for _, sock in _own_sockets():
             if matches(sock):
                 found.append(sock)
             else:
@@ -231,26 +286,40 @@ def _matching(matches: Callable[[socket.socket], bool]) -> list[socket.socket] |
     return found
 
 
-def _own_sockets() -> Iterator[socket.socket]:
-    """Duplicates of all TCP sockets of this process, each once however many descriptors it has."""
+def _own_sockets() -> Iterator[tuple[int, socket.socket]]:
+    """All TCP sockets of this process, each once however many descriptors it has: one of them, and
+    a duplicate.
+    """
     seen = set()
     for name in os.listdir(_FDS):
-        fd = -1
         try:
             inode = os.readlink(f"{_FDS}/{name}")
-            if not inode.startswith("socket:") or inode in seen:
-                continue
-            seen.add(inode)
-            fd = os.dup(int(name))
-            sock = socket.socket(fileno=fd)
         except OSError:  # closed by its owner in the meantime
-            if fd >= 0:
-                os.close(fd)
             continue
-        if sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM:
-            yield sock
-        else:
+        if not inode.startswith("socket:") or inode in seen:
+            continue
+        seen.add(inode)
+        sock = _duplicate(int(name))
+        if sock is not None and _is_tcp(sock):
+            yield int(name), sock
+        elif sock is not None:
             sock.close()
+
+
+def _duplicate(fd: int) -> socket.socket | None:
+    """None: no socket, or closed by its owner in the meantime."""
+    same = -1
+    try:
+        same = os.dup(fd)
+        return socket.socket(fileno=same)
+    except OSError:
+        if same >= 0:
+            os.close(same)
+        return None
+
+
+def _is_tcp(sock: socket.socket) -> bool:
+    return sock.family in (socket.AF_INET, socket.AF_INET6) and sock.type == socket.SOCK_STREAM
 
 
 def _connected(sock: socket.socket, peer: Address, local_port: int | None) -> bool:

@@ -7,6 +7,7 @@ that all it does not mention is still as last told. `seq` grows by one from even
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from prfaas.hashing import BlockHash
@@ -55,9 +56,25 @@ class KvDelta:
     removed: tuple[BlockHash, ...] = ()
 
 
+class LinkLimit(enum.StrEnum):
+    """What keeps KV from moving faster over a link, as one of its ends judges it."""
+
+    IDLE = "idle"
+    """No session is open."""
+    SENDER = "sender"
+    """P has computed or encoded no more yet: the link keeps up with it."""
+    RECEIVER = "receiver"
+    """D's agent takes and decodes less than could come."""
+    LINK = "link"
+    """What lies between the two agents, the hosts' kernels included."""
+
+
 @dataclass(frozen=True, slots=True)
 class LinkInfo:
-    """One link as D's agent measures it, `age_s` ago. Zero goodput: not measured yet."""
+    """One link as one of its ends measures it, `age_s` ago. Zero goodput: not measured yet.
+
+    `peer` and `instance` name P in both views; `agent` is empty in the view of D's agent.
+    """
 
     peer: str
     instance: str
@@ -72,7 +89,27 @@ class LinkInfo:
     age_s: float = 0.0
     sessions: int = 0
     goodput_age_s: float = 0.0
-    """Since the goodput was measured; `age_s` says how long ago the instance last answered."""
+    """Since the goodput was measured; `age_s` says how long ago the other end was last heard."""
+    agent: str = ""
+    """In P's view: the D agent at the other end."""
+    limit: LinkLimit | None = None
+    """None: this agent does not say."""
+    rate_bytes_per_s: float = 0.0
+    """What moves now, whoever is the slow part; goodput is what the link can carry."""
+    queueing_s: float = 0.0
+    """Of the round trip: what is over the shortest of the last minutes."""
+    stalled_s: float = 0.0
+    """So long nothing has moved, although bytes are under way; 0 below a second."""
+    stalls: int = 0
+    """How often that has been so since the agent started."""
+    retransmitted_bytes: int | None = None
+    """By the sender's kernel since the link began; None: cannot be known here."""
+    under_way_bytes: int = 0
+    """In P's view: handed to the transport and not verified by D."""
+    held_bytes: int = 0
+    """At D: received and not verified."""
+    free_staging_bytes: int = 0
+    """At D, as it told P."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from remote_prefill.credit import CreditPool
 from remote_prefill.exports import ExportHub
 from remote_prefill.fetch import RETRY_AFTER_S, FetchContext, FetchJob
 from remote_prefill.link_options import LinkOptions, LocalEngine
+from remote_prefill.link_sampler import LinkSampler, LoopLoad
 from remote_prefill.metrics import AgentMetrics
 from remote_prefill.mirror import EngineMirror
 from remote_prefill.numeric_probe import local_probe
@@ -108,13 +109,16 @@ class DecodeAgent:
             clock,
             CreditPool(mine.window_bytes),
             tls,
+            LoopLoad(clock),
+            self._free_staging,
         )
         self.pool = PeerPool(mine.peers, options)
+        self._sampler = LinkSampler(self.pool.look)
         self.feed = WatchFeed(mine.name, self.limits, self.pool.links)
         self._mirror = EngineMirror(
             mine.name,
             self.feed,
-            free_staging=lambda: self.side.staging.free_bytes if self.side else 0,
+            free_staging=self._free_staging,
         )
         keys = [key.get_secret_value().encode() for key in mine.transfer_keys]
         self._admitter = Admitter(keys, self.pool)
@@ -129,6 +133,7 @@ class DecodeAgent:
             ready_instances=lambda: self.pool.ready_count,
             engine_connected=lambda: self.side is not None,
         )
+        self.metrics.watch_links(self.pool.links)
 
     def __repr__(self) -> str:
         state = "DRAINING" if self.draining else "READY" if self.side else "NO_ENGINE"
@@ -137,6 +142,9 @@ class DecodeAgent:
     @property
     def open_fetches(self) -> int:
         return len(self.side.jobs) if self.side else 0
+
+    def _free_staging(self) -> int:
+        return self.side.staging.free_bytes if self.side else 0
 
     @property
     def serving(self) -> bool:
@@ -319,6 +327,7 @@ class DecodeAgent:
     async def close(self) -> None:
         """End links and threads, once the port has closed."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._sampler.close()
         await self.pool.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._executor.shutdown)

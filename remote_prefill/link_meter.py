@@ -1,4 +1,4 @@
-"""What is measured of one link: goodput, round trip, clock offset, wire ratio, each with its age.
+"""What D measures of one link: goodput, round trip, clock offset, wire ratio, what limits it.
 
 Goodput comes from the pace of messages the sender did not mark as limited by its own work: only
 those say what the link can carry. The others, and short bursts, can only show that it is faster
@@ -8,6 +8,10 @@ than thought.
 from __future__ import annotations
 
 from prfaas.clock import Clock
+from prfaas.session_messages import ReceiverReport
+from prfaas.telemetry import LinkLimit
+from remote_prefill.link_limit import LinkHistory, Look, StallClock, judge
+from remote_prefill.link_sampler import LoopLoad
 
 WINDOW_S = 0.1
 """Link-limited time that makes one sample; shorter where it holds WINDOW_BYTES."""
@@ -24,13 +28,19 @@ RATIO_WEIGHT = 0.25
 BURST_BDP_SHARE = 0.25
 """A burst says the truth where the bandwidth-delay product is at most this share of it: slow start
 is over then. Otherwise it is a lower bound."""
+BASE_RTT_S = 150.0
+"""The shortest round trip is that of the last one or two spans of so long: routes change."""
 
 
 class LinkMeter:
-    """Measurements of one link; owns nothing, called by sessions and pings."""
+    """Measurements of one link; owns nothing, called by sessions, pings and, each LOOK_S, `look`.
 
-    def __init__(self, clock: Clock) -> None:
+    `load` is that of the thread that takes what comes.
+    """
+
+    def __init__(self, clock: Clock, load: LoopLoad | None = None) -> None:
         self._clock = clock
+        self._load = load or LoopLoad(clock)
         self.goodput_bytes_per_s = 0.0
         self.rtt_s = 0.0
         self.wire_ratio = 1.0
@@ -43,6 +53,86 @@ class LinkMeter:
         self._window_s = 0.0
         self._raise_start_s = 0.0
         self._raise_bytes = 0
+        self.held_bytes = 0
+        """Received and not verified, at the last look."""
+        self._base_rtt = _ShortestRtt()
+        self._history = LinkHistory()
+        self._stalls = StallClock()
+        self._looked_s: float | None = None
+        self._came_bytes = 0
+        self._came_unlimited_bytes = 0
+        self._backlogged = False
+        """The sender had more than left at once, when it last sent anything."""
+
+    @property
+    def queueing_s(self) -> float:
+        """What the round trip is over the shortest of the last minutes."""
+        return max(0.0, self.rtt_s - self._base_rtt.rtt_s)
+
+    @property
+    def rate_bytes_per_s(self) -> float:
+        """What has come in the last second."""
+        return self._history.rate_bytes_per_s
+
+    @property
+    def stalled_s(self) -> float:
+        """So long nothing has come although it should; 0 below a second."""
+        return self._stalls.stalled_s
+
+    @property
+    def stalls(self) -> int:
+        return self._stalls.stalls
+
+    @property
+    def busy_share(self) -> float:
+        """Of the last second: this agent's thread had no time to spare, or frames waited for a
+        thread to decode them.
+        """
+        return max(self._load.busy_share, self._history.backlog_share)
+
+    @property
+    def limit(self) -> LinkLimit:
+        """What limits the link, as far as the receiver can see: that its own credit is too small
+        for the path looks to it as if the sender had nothing to send.
+        """
+        return judge(self._history.evidence(receiver_busy_share=self.busy_share))
+
+    def look(self, *, sessions: int, draining: bool, backlog: bool, held_bytes: int) -> None:
+        """How things stand now. `draining`: a session is sealed and more of it is on its way;
+        `backlog`: frames wait to be decoded.
+        """
+        now = self._clock.now()
+        span_s = 0.0 if self._looked_s is None else now - self._looked_s
+        self._looked_s, self.held_bytes = now, held_bytes
+        came = self._came_bytes
+        if came:
+            self._backlogged = self._came_unlimited_bytes * 2 >= came
+        if not sessions:
+            self._backlogged = False
+        self._came_bytes = self._came_unlimited_bytes = 0
+        more_to_come = sessions > 0 and (self._backlogged or draining)
+        self._stalls.look(now, waiting=more_to_come, moved=came > 0)
+        self._history.add(
+            now,
+            Look(
+                span_s=span_s,
+                open=sessions > 0,
+                pressed=more_to_come or backlog,
+                backlog=backlog,
+                moved_bytes=came,
+            ),
+        )
+
+    def report(self, free_staging_bytes: int) -> ReceiverReport:
+        """What ACKs tell the sender of this end."""
+        return ReceiverReport(
+            busy_share=self.busy_share,
+            held_bytes=self.held_bytes,
+            free_staging_bytes=free_staging_bytes,
+            rtt_s=self.rtt_s,
+            queueing_s=self.queueing_s,
+            goodput_age_s=self.goodput_age_s,
+        )
 
     @property
     def age_s(self) -> float:
@@ -64,6 +154,7 @@ class LinkMeter:
         rtt = now - sent_s
         self.rtt_s = rtt if self.rtt_s == 0 else self.rtt_s + RTT_WEIGHT * (rtt - self.rtt_s)
         self._heard_s = now
+        self._base_rtt.add(now, rtt)
         if rtt <= self._best_rtt_s:
             self._best_rtt_s = rtt
             self._offset_s = server_s - (sent_s + rtt / 2)
@@ -77,6 +168,8 @@ class LinkMeter:
         now = self._clock.now()
         last, self._last_s, self._heard_s = self._last_s, now, now
         self._count_for_raise(now, last, nbytes)
+        self._came_bytes += nbytes
+        self._came_unlimited_bytes += 0 if app_limited else nbytes
         if app_limited or last is None:
             return
         self._window_bytes += nbytes
@@ -126,3 +219,19 @@ class LinkMeter:
     def _set(self, rate: float) -> None:
         self.goodput_bytes_per_s = rate
         self._measured_s = self._clock.now()
+
+
+class _ShortestRtt:
+    """The least of the round trips of the current span of BASE_RTT_S and of the one before."""
+
+    def __init__(self) -> None:
+        self.rtt_s = 0.0
+        self._start_s: float | None = None
+        self._before_s = self._now_s = float("inf")
+
+    def add(self, now_s: float, rtt_s: float) -> None:
+        if self._start_s is None or now_s - self._start_s >= BASE_RTT_S:
+            self._start_s = now_s
+            self._before_s, self._now_s = self._now_s, float("inf")
+        self._now_s = min(self._now_s, rtt_s)
+        self.rtt_s = min(self._before_s, self._now_s)

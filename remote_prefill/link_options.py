@@ -15,6 +15,7 @@ from prfaas.settings import AgentSettings
 from prfaas.tls_files import TlsFiles
 from remote_prefill.credit import CreditPool
 from remote_prefill.exports import ExportHub
+from remote_prefill.link_sampler import LoopLoad
 from remote_prefill.metrics import AgentMetrics
 
 
@@ -41,3 +42,7 @@ class LinkOptions:
     credit: CreditPool
     tls: TlsFiles | None = None
     """Shown to every instance; None: plain text, on loopback only."""
+    load: LoopLoad | None = None
+    """Of the agent's thread; None: each link keeps its own."""
+    free_staging: Callable[[], int] = lambda: 0
+    """Bytes that new sessions may still reserve, for the instances to know."""

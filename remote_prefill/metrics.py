@@ -15,6 +15,7 @@ from prometheus_client import (
 )
 
 from prfaas.errors import ConfigError
+from remote_prefill.link_metrics import LinkCollector, Links
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -111,6 +112,10 @@ class PrefillMetrics:
             "1 while an engine is connected.",
             engine_connected,
         )
+
+    def watch_links(self, links: Links) -> None:
+        """Add what is read from the links' meters when scraped."""
+        self._registry.register(LinkCollector("prfaas_prefill", links, at_p=True))
 
 
 class AgentMetrics:
@@ -223,6 +228,10 @@ class AgentMetrics:
             "1 while an engine is connected.",
             engine_connected,
         )
+
+    def watch_links(self, links: Links) -> None:
+        """Add what is read from the links' meters when scraped."""
+        self.registry.register(LinkCollector("prfaas_agent", links, at_p=False))
 
 
 def _gauge(registry: CollectorRegistry, name: str, text: str, value: Callable[[], float]) -> None:

@@ -59,7 +59,7 @@ class PeerLink:
         self.state = PeerState.NO_ENGINE
         self.detail = NO_ENGINE
         self.remote: Handshake | None = None
-        self.meter = LinkMeter(options.clock)
+        self.meter = LinkMeter(options.clock, options.load)
         self._link_class = peer.link_class
         self._options = options
         endpoint = checked_endpoint(
@@ -125,6 +125,13 @@ class PeerLink:
             age_s=meter.age_s,
             sessions=len(self.sessions),
             goodput_age_s=meter.goodput_age_s,
+            limit=meter.limit,
+            rate_bytes_per_s=meter.rate_bytes_per_s,
+            queueing_s=meter.queueing_s,
+            stalled_s=meter.stalled_s,
+            stalls=meter.stalls,
+            held_bytes=meter.held_bytes,
+            free_staging_bytes=self._options.free_staging(),
         )
 
     async def close(self) -> None:

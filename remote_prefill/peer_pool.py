@@ -22,6 +22,7 @@ class PeerPool:
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(f"agent.peers: {twice[0]}/{twice[1]} is there twice")
+        self._options = options
         self._links = {
             name: PeerLink(peer, instance, options)
             for name, (peer, instance) in zip(names, pairs, strict=True)
@@ -51,6 +52,16 @@ class PeerPool:
     def links(self) -> tuple[LinkInfo, ...]:
         """All links as the Watch feed shows them."""
         return tuple(link.info() for link in self._links.values())
+
+    def look(self) -> None:
+        """Called each LOOK_S: let every link take note of how things stand."""
+        options = self._options
+        if options.load is not None:
+            options.load.look()
+        decoding = {link: link.sessions.decoding for link in self._links.values()}
+        full = sum(decoding.values()) > options.settings.codec_threads
+        for link, count in decoding.items():
+            link.sessions.look(backlog=full and count > 0)
 
     def set_local(self, local: LocalEngine | None) -> None:
         """The engine beside this agent has changed."""

@@ -14,7 +14,7 @@ from prfaas.clock import Deadline
 from prfaas.frames import Frame, FrameFlag
 from prfaas.interfaces import KvSink
 from prfaas.layout import KvLayout
-from prfaas.receive_session import ReceiveSession
+from prfaas.receive_session import ReceiveSession, ReceiveState
 from prfaas.session_messages import Handshake, SessionOpen
 from remote_prefill.link_meter import LinkMeter
 from remote_prefill.link_options import LinkOptions
@@ -120,6 +120,21 @@ class PeerSessions:
                 wasted = sum(frame.wire_bytes for frame in mine)
                 metrics.wasted_bytes.labels(*self._labels).inc(wasted)
 
+    @property
+    def decoding(self) -> int:
+        """Messages given to the decoding threads and not done."""
+        return sum(receiver.decoding for receiver in self._receivers.values())
+
+    def look(self, backlog: bool) -> None:
+        """Let the meter take note of how things stand; `backlog`: messages wait for a thread."""
+        machines = [receiver.machine for receiver in self._receivers.values()]
+        self._meter.look(
+            sessions=len(machines),
+            draining=any(m.state is ReceiveState.SEALED and m.expecting for m in machines),
+            backlog=backlog,
+            held_bytes=sum(machine.pending_bytes for machine in machines),
+        )
+
     def on_lane_lost(self) -> None:
         for receiver in self._receivers.values():
             receiver.lane_lost()
@@ -136,6 +151,7 @@ class PeerSessions:
             clock=options.clock,
             lanes=self._channels.book,
             credit=options.credit,
+            free_staging=options.free_staging,
             open_stream=self._channels.session_stream,
         )
 

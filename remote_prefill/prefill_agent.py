@@ -28,6 +28,7 @@ from prfaas.rpc import convert
 from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import Handshake, SessionOpen
 from prfaas.settings import PrefillSettings
+from prfaas.telemetry import LinkInfo
 from prfaas_connect.port.messages import (
     Abort,
     Fetch,
@@ -42,6 +43,7 @@ from prfaas_connect.port.messages import (
 from remote_prefill.access import Access, Client
 from remote_prefill.exports import ExportHub
 from remote_prefill.identity import handshake_of
+from remote_prefill.link_sampler import LinkSampler
 from remote_prefill.metrics import PrefillMetrics
 from remote_prefill.mirror import EngineMirror
 from remote_prefill.numeric_probe import is_probe
@@ -61,7 +63,8 @@ SUPPORTED_QUALITY = ("exact",)
 
 
 class PrefillAgent:
-    """Owns sessions, retention and codec threads; `close` frees the threads.
+    """Owns sessions, retention, codec threads and the task that looks at the links; `close` ends
+    them. Needs a running loop.
 
     `on_engine` runs for the life of each engine connection; a connection's end fails its sessions.
     """
@@ -73,11 +76,12 @@ class PrefillAgent:
         self.limits = limits
         self.clock = clock
         self.metrics = PrefillMetrics()
-        self.feed = WatchFeed(f"{settings.peer}/{settings.instance}", limits)
+        self.feed = WatchFeed(f"{settings.peer}/{settings.instance}", limits, self._links)
         self.codecs = default_codecs(settings.zstd_level).only(settings.codecs)
         self.draining = False
         self.access = Access(settings, limits)
         self.links = LinkTable(clock)
+        self._sampler = LinkSampler(self.links.look)
         self.sessions: dict[tuple[str, int], ServedSession] = {}
         """By the client's identity and its number, so that nobody meets another's session."""
         self.retention = RetentionPool(settings.retention_bytes, limits.prefill_queue_sessions)
@@ -101,6 +105,7 @@ class PrefillAgent:
             ring_records=lambda: self._hub.unfreed_records if self._hub else 0,
             engine_connected=lambda: self._conn is not None,
         )
+        self.metrics.watch_links(self._links)
 
     def __repr__(self) -> str:
         state = "DRAINING" if self.draining else "READY" if self._conn else "NO_ENGINE"
@@ -342,8 +347,13 @@ class PrefillAgent:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._sampler.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._executor.shutdown)
+
+    def _links(self) -> tuple[LinkInfo, ...]:
+        """This end's view of the links, for gateways and metrics."""
+        return self.links.infos(self.settings.peer, self.settings.instance)
 
     def _queued(self) -> tuple[int, int]:
         waiting = [served.machine.request for served in self.sessions.values() if served.waits]

@@ -91,6 +91,7 @@ class ReceiverContext:
     clock: Clock
     lanes: LaneBook
     credit: CreditPool
+    free_staging: Callable[[], int]
     open_stream: Callable[[], ClientStream]
     """A control stream; its `cancel` is called in the end."""
 
@@ -135,6 +136,11 @@ class Receiver:
         self._closed = False
         """The other side has closed the stream in order."""
         self._tasks: list[asyncio.Future[None]] = []
+
+    @property
+    def decoding(self) -> int:
+        """Messages given to the decoding threads and not done."""
+        return self._decoding
 
     @property
     def hidden_wire_bytes(self) -> int:
@@ -374,7 +380,8 @@ class Receiver:
                 machine.grant(context.credit.share(context.layout))
                 rate = context.meter.goodput_bytes_per_s
                 # What a broken stream does not carry, RESUME will say again.
-                await self._write(machine.ack(rate, lanes.open, lanes.opened))
+                report = context.meter.report(context.free_staging())
+                await self._write(machine.ack(rate, lanes.open, lanes.opened, report))
         complete = machine.state is ReceiveState.COMPLETE
         last = machine.ack(0.0, lanes.open, lanes.opened) if complete else machine.cancel()
         self._told = await self._write(last, last=True)

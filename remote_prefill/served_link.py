@@ -16,6 +16,9 @@ from prfaas.clock import Clock
 from prfaas.errors import Overloaded, ProtocolError, SessionLost
 from prfaas.frames import Frame
 from prfaas.send_session import SendSession
+from prfaas.telemetry import LinkInfo
+from remote_prefill.link_sampler import LoopLoad
+from remote_prefill.served_meter import ServedMeter
 
 TOKEN_BYTES = 16
 MAX_LINKS = 1024
@@ -26,6 +29,8 @@ MESSAGE_S = 0.1
 but not under LEAST_MESSAGE_BYTES: all lanes send at once, and a message is of use only when it is
 whole."""
 LEAST_MESSAGE_BYTES = 64 << 10
+MAX_NAME = 128
+"""Characters of a D agent's name that are told on: it says what it likes."""
 LOST_LANE_S = 2.0
 """So long after a lane broke, what was on it is sent again even if the receiver is silent."""
 
@@ -53,13 +58,15 @@ class ServedLane:
 class ServedLink:
     """Lanes and open sessions of one D agent; borrows both."""
 
-    def __init__(self, token: bytes, identity: str, name: str, clock: Clock) -> None:
+    def __init__(
+        self, token: bytes, identity: str, name: str, clock: Clock, load: LoopLoad
+    ) -> None:
         self.token = token
         self.identity = identity
         self.name = name
         self.lanes: dict[int, ServedLane] = {}
         self.sessions: deque[SendSession] = deque()
-        self._clock = clock
+        self.meter = ServedMeter(clock, load)
         self.bytes_per_s = 0.0
         """What D has measured; 0: nothing yet."""
         self.taken = asyncio.Event()
@@ -80,6 +87,7 @@ class ServedLink:
     def remove(self, session: SendSession) -> None:
         if session in self.sessions:
             self.sessions.remove(session)
+            self.meter.ended(session)
 
     def attach(self, number: int, peer: str = "") -> ServedLane:
         """A lane; its owner calls `detach`. Raises ProtocolError."""
@@ -98,6 +106,24 @@ class ServedLink:
         self.wake()
         if any(lane.number in session.lanes_used for session in self.sessions):
             asyncio.get_running_loop().call_later(LOST_LANE_S, self._give_up, lane.number)
+
+    def look(self) -> None:
+        """Called each LOOK_S: take note of how things stand."""
+        self.meter.look(self.sessions, self.lanes.values())
+
+    def info(self, peer: str, instance: str) -> LinkInfo:
+        """This end's view of it, for the Watch feed; `peer` and `instance` are our own names."""
+        return self.meter.info(
+            LinkInfo(
+                peer=peer,
+                instance=instance,
+                link_class="",
+                ready=bool(self.lanes),
+                agent=self.name[:MAX_NAME],
+                goodput_bytes_per_s=self.bytes_per_s,
+                sessions=len(self.sessions),
+            )
+        )
 
     def wake(self) -> None:
         """There may be something to send: let the lane that has been idle longest look."""
@@ -165,6 +191,7 @@ class LinkTable:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._load = LoopLoad(clock)
         self._links: dict[bytes, ServedLink] = {}
 
     def __iter__(self) -> Iterator[ServedLink]:
@@ -185,8 +212,25 @@ class LinkTable:
                 raise Overloaded(f"{len(self._links)} links are in use already", retry_after_s=1.0)
             del self._links[unused]
         token = secrets.token_bytes(TOKEN_BYTES)
-        link = self._links[token] = ServedLink(token, identity, name, self._clock)
+        link = self._links[token] = ServedLink(token, identity, name, self._clock, self._load)
         return link
+
+    def look(self) -> None:
+        """Called each LOOK_S."""
+        self._load.look()
+        for link in self._links.values():
+            link.look()
+
+    def infos(self, peer: str, instance: str) -> tuple[LinkInfo, ...]:
+        """The links of all D agents that shook hands, as the Watch feed shows them. Of a D agent
+        that has come anew, the link that was heard last: what it left behind is not used.
+        """
+        latest: dict[tuple[str, str], ServedLink] = {}
+        for link in self._links.values():
+            known = latest.get((link.identity, link.name))
+            if known is None or link.meter.age_s <= known.meter.age_s:
+                latest[link.identity, link.name] = link
+        return tuple(link.info(peer, instance) for link in latest.values())
 
     def close_lanes(self) -> None:
         """Let every lane end after the message under way."""

@@ -125,8 +125,10 @@ class ServedSession:
     def heard(self, frame: Frame) -> None:
         """A control frame from the other side. Raises ProtocolError."""
         self.heard_s = self._clock.now()
-        self.machine.receive(frame)
         machine = self.machine
+        before = machine.verified_bytes
+        machine.receive(frame)
+        self.link.meter.heard(machine.verified_bytes - before, machine.report)
         self.link.bytes_per_s = machine.receive_bytes_per_s or self.link.bytes_per_s
         if not machine.ended:
             missing = self._raw_bytes - machine.ledger.raw_bytes

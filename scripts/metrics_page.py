@@ -98,6 +98,7 @@ def _engine() -> CollectorRegistry:
 
 def _agent() -> CollectorRegistry:
     metrics = AgentMetrics()
+    metrics.watch_links(tuple)
     metrics.gauges(
         sessions=_zero,
         staging_used=_zero,
@@ -110,6 +111,7 @@ def _agent() -> CollectorRegistry:
 
 def _prefill() -> CollectorRegistry:
     metrics = PrefillMetrics()
+    metrics.watch_links(tuple)
     metrics.gauges(
         sessions=_zero,
         queued=_zero,

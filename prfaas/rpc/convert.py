@@ -22,6 +22,7 @@ from prfaas.session_messages import (
     Handshake,
     LaneAttach,
     PrefillReport,
+    ReceiverReport,
     SessionAccept,
     SessionAck,
     SessionError,
@@ -30,7 +31,7 @@ from prfaas.session_messages import (
     SessionSeal,
 )
 from prfaas.snapshot import Outcome, PrefillCurve
-from prfaas.telemetry import EngineInfo, KvDelta, LinkInfo, WatchUpdate
+from prfaas.telemetry import EngineInfo, KvDelta, LinkInfo, LinkLimit, WatchUpdate
 
 M = TypeVar("M", bound=Message)
 
@@ -341,6 +342,29 @@ def _ack_to_pb(value: SessionAck) -> pb.SessionAck:
         receive_bytes_per_s=value.receive_bytes_per_s,
         sealed=value.sealed,
         wanted=[n for pair in value.wanted for n in pair],
+        report=None if value.report is None else _report_to_pb(value.report),
+    )
+
+
+def _report_to_pb(value: ReceiverReport) -> pb.ReceiverReport:
+    return pb.ReceiverReport(
+        busy_share=value.busy_share,
+        held_bytes=value.held_bytes,
+        free_staging_bytes=value.free_staging_bytes,
+        rtt_s=value.rtt_s,
+        queueing_s=value.queueing_s,
+        goodput_age_s=value.goodput_age_s,
+    )
+
+
+def _report_from_pb(message: pb.ReceiverReport) -> ReceiverReport:
+    return ReceiverReport(
+        busy_share=message.busy_share,
+        held_bytes=message.held_bytes,
+        free_staging_bytes=message.free_staging_bytes,
+        rtt_s=message.rtt_s,
+        queueing_s=message.queueing_s,
+        goodput_age_s=message.goodput_age_s,
     )
 
 
@@ -358,6 +382,7 @@ def _ack_from_pb(message: pb.SessionAck) -> SessionAck:
         receive_bytes_per_s=message.receive_bytes_per_s,
         sealed=message.sealed,
         wanted=checked_ranges(message.wanted),
+        report=_report_from_pb(message.report) if message.HasField("report") else None,
     )
 
 
@@ -453,6 +478,10 @@ def _engine_from_pb(message: pb.EngineState) -> EngineInfo:
     )
 
 
+_LIMITS = {limit.value: limit for limit in LinkLimit}
+"""What a newer agent calls by another name is as good as not said."""
+
+
 def _link_to_pb(value: LinkInfo) -> pb.LinkSample:
     return pb.LinkSample(
         peer=value.peer,
@@ -467,6 +496,16 @@ def _link_to_pb(value: LinkInfo) -> pb.LinkSample:
         age_s=value.age_s,
         sessions=value.sessions,
         goodput_age_s=value.goodput_age_s,
+        agent=value.agent,
+        limit=value.limit or "",
+        rate_bytes_per_s=value.rate_bytes_per_s,
+        queueing_s=value.queueing_s,
+        stalled_s=value.stalled_s,
+        stalls=value.stalls,
+        retransmitted_bytes=value.retransmitted_bytes,
+        under_way_bytes=value.under_way_bytes,
+        held_bytes=value.held_bytes,
+        free_staging_bytes=value.free_staging_bytes,
     )
 
 
@@ -484,6 +523,18 @@ def _link_from_pb(message: pb.LinkSample) -> LinkInfo:
         age_s=message.age_s,
         sessions=message.sessions,
         goodput_age_s=message.goodput_age_s,
+        agent=message.agent,
+        limit=_LIMITS.get(message.limit),
+        rate_bytes_per_s=message.rate_bytes_per_s,
+        queueing_s=message.queueing_s,
+        stalled_s=message.stalled_s,
+        stalls=message.stalls,
+        retransmitted_bytes=(
+            message.retransmitted_bytes if message.HasField("retransmitted_bytes") else None
+        ),
+        under_way_bytes=message.under_way_bytes,
+        held_bytes=message.held_bytes,
+        free_staging_bytes=message.free_staging_bytes,
     )
 
 

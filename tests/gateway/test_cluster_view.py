@@ -108,6 +108,31 @@ def test_a_full_event_forgets_links_it_does_not_mention(view: ClusterView) -> No
     assert not snap(view).remotes[0].ready
 
 
+def test_an_event_with_links_has_all_of_them(view: ClusterView) -> None:
+    other = link(instance="p-9")
+    view.update(ENGINE, WatchUpdate(1, False, links=(link(), other)))
+    assert set(view.feeds[ENGINE].links) == {(PEER, INSTANCE), (PEER, "p-9")}
+    view.update(ENGINE, WatchUpdate(2, False, links=(link(rtt_s=0.5),)))
+    view.update(ENGINE, WatchUpdate(3, False))
+    assert list(view.feeds[ENGINE].links) == [(PEER, INSTANCE)]
+    assert snap(view).remotes[0].link.rtt_s == 0.5
+
+
+def test_what_p_sees_of_its_link_to_our_agent_is_told_apart(view: ClusterView) -> None:
+    (peer,) = view.peers
+    ours, theirs = link(agent="agent", rtt_s=0.3), link(agent="another", rtt_s=0.9)
+    assert view.served_link(peer) is None
+    view.update(PLACE, WatchUpdate(1, False, links=(ours, theirs)))
+    assert view.served_link(peer) == ours
+    assert snap(view).remotes[0].link.rtt_s == 0.01  # decisions go by D's view
+    feeds = {feed["place"]: feed for feed in describe(view, snap(view))["feeds"]}
+    assert feeds[PLACE]["served_links"] == [ours, theirs]
+    assert feeds[PLACE]["links"] == []
+    assert (feeds[ENGINE]["links"], feeds[ENGINE]["served_links"]) == ([link()], [])
+    view.update(PLACE, WatchUpdate(2, False, links=(theirs,)))
+    assert view.served_link(peer) is None
+
+
 @pytest.mark.parametrize(
     ("d", "p", "way"),
     [

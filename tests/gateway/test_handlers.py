@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from prfaas.testing.gateway_setup import MODEL, completion, until
+from prfaas.telemetry import LinkLimit, WatchUpdate
+from prfaas.testing.gateway_setup import MODEL, completion, link, until
 from prfaas.testing.scripted_engine import Script
+from prfaas.testing.waiting import eventually
 
 SHORT = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
 
@@ -158,6 +160,16 @@ async def test_the_cluster_page_shows_the_snapshot(cluster: Any) -> None:
     assert answer["local"]["name"] == "d-0"
     assert answer["remotes"][0]["ready"] is True
     assert answer["feeds"][0]["connected"] is True
+    assert answer["feeds"][0]["links"][0]["limit"] is None
+    cluster.d.change_link(limit=LinkLimit.SENDER)
+    cluster.p.push(WatchUpdate(0, False, links=(link(agent="scripted", limit=LinkLimit.LINK),)))
+
+    async def both_views() -> bool:
+        _, answer = await cluster.get("/prfaas/cluster")
+        d, p = answer["feeds"]
+        return [k["limit"] for k in (*d["links"], *p["served_links"])] == ["sender", "link"]
+
+    await eventually(both_views)
 
 
 async def test_records_of_running_requests_are_shown(cluster: Any) -> None:

@@ -9,7 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.metrics import GatewayMetrics, word
 from gateway.records import RequestRecord
 from prfaas.snapshot import Outcome
-from prfaas.testing.gateway_setup import completion
+from prfaas.telemetry import LinkLimit, WatchUpdate
+from prfaas.testing.gateway_setup import completion, link
+from prfaas.testing.waiting import eventually
 
 
 def value(metrics: GatewayMetrics, name: str, **labels: str) -> float:
@@ -88,6 +90,17 @@ def test_labels_from_outside_are_stable_words(reason: str, label: str) -> None:
 
 
 async def test_the_page_parses_and_shows_live_state(cluster: Any) -> None:
+    cluster.d.change_link(limit=LinkLimit.LINK, queueing_s=0.02, rate_bytes_per_s=4e6)
+    served = link(agent="scripted", limit=LinkLimit.RECEIVER, stalled_s=3.0)
+    cluster.p.push(WatchUpdate(0, False, links=(served,)))
+    where = {"peer": "p", "instance": "p-0"}
+
+    async def both_are_here() -> bool:
+        d = await cluster.metric("prfaas_gateway_link_queueing_seconds", **where)
+        p = await cluster.metric("prfaas_gateway_link_stalled_seconds", **where, end="p")
+        return (d, p) == (0.02, 3.0)
+
+    await eventually(both_are_here)
     await cluster.post(completion())
     _, text = await cluster.get("/metrics")
     families = {f.name: f for f in text_string_to_metric_families(text)}
@@ -100,6 +113,15 @@ async def test_the_page_parses_and_shows_live_state(cluster: Any) -> None:
     assert samples[prefix + "link_goodput_bytes_per_second", "p", "p-0"] == 50e6
     assert samples[prefix + "link_rtt_seconds", "p", "p-0"] == 0.01
     assert samples[prefix + "link_ready", "p", "p-0"] == 1
+    assert samples[prefix + "link_queueing_seconds", "p", "p-0"] == 0.02
+    assert samples[prefix + "link_rate_bytes_per_second", "p", "p-0"] == 4e6
+    assert samples[prefix + "link_stalled_seconds", "d", "p", "p-0"] == 0.0
+    limits = {key[1:]: value for key, value in samples.items() if "link_limit" in key[0]}
+    assert {tuple(sorted(key)) for key, value in limits.items() if value} == {
+        tuple(sorted(("d", "p", "p-0", "link"))),
+        tuple(sorted(("p", "p", "p-0", "receiver"))),
+    }
+    assert len(limits) == 8
     assert samples[prefix + "cache_events", "d-0"] == 1
     assert samples[prefix + "engine_up", "d-0"] == 1
     assert samples[prefix + "telemetry_connected", "d-0"] == 1

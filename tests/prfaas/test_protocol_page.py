@@ -13,7 +13,9 @@ from prfaas import frames
 from prfaas.codecs import default_codecs
 from prfaas.frames import Frame, FrameFlag, FrameType
 from prfaas.receive_session import ReceiveState
+from prfaas.rpc.v1 import prefill_pb2
 from prfaas.send_session import SendState
+from prfaas.telemetry import LinkInfo, LinkLimit
 from prfaas.transfer import PARAMS_VERSION, SeenTransfers
 from prfaas_connect.port import messages
 from prfaas_connect.port.messages import PortMessage
@@ -113,6 +115,15 @@ def test_every_state_is_named(page: str) -> None:
     text = page[page.index("## A session") : page.index("## KvPort")]
     named = set(re.findall(r"`([A-Z]+)`", text))
     assert {s.name for s in (*SendState, *ReceiveState)} <= named
+
+
+def test_what_watch_tells_of_links_is_all_there(page: str) -> None:
+    named = {name.strip(" `") for row in rows(page, "field") for name in row[0].split(",")}
+    own = {"peer", "instance", "agent", "link_class", "detail", "wire_ratio", "sessions"}
+    assert named | own == set(LinkInfo.__dataclass_fields__)
+    fields = prefill_pb2.LinkSample.DESCRIPTOR.fields_by_name
+    assert set(LinkInfo.__dataclass_fields__) == set(fields)
+    assert [row[0] for row in rows(page, "slow part")] == list(LinkLimit)
 
 
 def test_limits_are_the_codes(page: str) -> None:

@@ -19,7 +19,9 @@ import pytest
 
 from prfaas import tcp_info
 from prfaas.tcp_info import (
+    RESCAN_S,
     Congestion,
+    ConnectionProbe,
     TcpInfo,
     Unavailable,
     bound_unsent,
@@ -213,6 +215,70 @@ def test_reading_a_connection_leaves_its_owner_undisturbed(
     client.sendall(b"still here")
     assert server.recv(100) == b"still here"
     assert client.gettimeout() == 2.0
+
+
+def test_a_probe_reads_a_connection_again_and_again_and_holds_nothing(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    client, server = pair
+    before = open_fds()
+    probe = ConnectionProbe(peer_of(client))
+    for total in (1000, 2000, 3000):
+        client.sendall(bytes(1000))
+        server.recv(1 << 16)
+        deadline = time.monotonic() + 5
+        while (info := probe.read()) and time.monotonic() < deadline:
+            assert isinstance(info, TcpInfo)
+            if info.bytes_acked == total + 1:
+                break
+        assert isinstance(info, TcpInfo)
+        assert info.bytes_acked == total + 1
+        assert open_fds() == before
+
+
+def test_a_probe_never_reads_another_connection_that_took_the_descriptor(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    client, _ = pair
+    now = [100.0]
+    probe = ConnectionProbe(peer_of(client), lambda: now[0])
+    assert isinstance(probe.read(), TcpInfo)
+    # The socket that the probe reads is the one connected to `client`'s peer: `client` itself.
+    peer = client.getpeername()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), timeout=5) as other,
+    ):
+        os.dup2(other.fileno(), client.fileno())
+        gone = Unavailable(f"0 sockets of this process are connected to {peer[0]}:{peer[1]}")
+        assert probe.read() == gone
+
+
+def test_a_probe_does_not_go_through_all_descriptors_again_and_again(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scans: list[None] = []
+    own_sockets = tcp_info._own_sockets
+
+    def counted() -> Iterator[tuple[int, socket.socket]]:
+        scans.append(None)
+        return own_sockets()
+
+    monkeypatch.setattr(tcp_info, "_own_sockets", counted)
+    now = [100.0]
+    probe = ConnectionProbe("ipv4:127.0.0.1:1", lambda: now[0])
+    for _ in range(10):
+        assert isinstance(probe.read(), Unavailable)
+    assert len(scans) == 1
+    now[0] += RESCAN_S
+    assert isinstance(probe.read(), Unavailable)
+    assert len(scans) == 2
+    found = ConnectionProbe(peer_of(pair[0]))
+    for _ in range(10):
+        assert isinstance(found.read(), TcpInfo)
+    assert len(scans) == 3
+    assert isinstance(ConnectionProbe("unix:/x").read(), Unavailable)
+    assert len(scans) == 3
 
 
 def test_ipv6_connections_are_found() -> None:

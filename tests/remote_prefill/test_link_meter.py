@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from prfaas.telemetry import LinkLimit
 from prfaas.testing.clock import ManualClock
 from remote_prefill.link_meter import NEVER_S, LinkMeter
+from remote_prefill.link_sampler import LoopLoad
 
 
 @pytest.fixture
@@ -15,7 +17,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def meter(clock: ManualClock) -> LinkMeter:
-    return LinkMeter(clock)
+    return LinkMeter(clock, LoopLoad(clock, cpu_s=lambda: 0.0))
 
 
 def transfer(
@@ -137,3 +139,106 @@ def test_the_wire_ratio_follows_the_sessions(meter: LinkMeter) -> None:
     assert meter.wire_ratio == 1.5
     meter.session(190, 100)
     assert meter.wire_ratio == pytest.approx(1.6)
+
+
+def second(
+    meter: LinkMeter,
+    clock: ManualClock,
+    *,
+    message: int = 0,
+    app_limited: bool = False,
+    sessions: int = 1,
+    draining: bool = False,
+    backlog: bool = False,
+    held_bytes: int = 0,
+    seconds: float = 1.0,
+) -> None:
+    """Looks every 50 ms, with a message before each."""
+    for _ in range(round(seconds / 0.05)):
+        clock.advance(0.05)
+        if message:
+            meter.message(message, app_limited=app_limited)
+        meter.look(sessions=sessions, draining=draining, backlog=backlog, held_bytes=held_bytes)
+
+
+def test_each_slow_part_shows_at_the_receiver(meter: LinkMeter, clock: ManualClock) -> None:
+    second(meter, clock, sessions=0)
+    assert meter.limit is LinkLimit.IDLE
+    second(meter, clock)  # prefill has begun, nothing has come
+    assert meter.limit is LinkLimit.SENDER
+    second(meter, clock, message=1000, app_limited=True)
+    assert meter.limit is LinkLimit.SENDER
+    second(meter, clock, message=1000)
+    assert meter.limit is LinkLimit.LINK
+    assert meter.rate_bytes_per_s == pytest.approx(20_000)
+    second(meter, clock, message=1000, backlog=True, held_bytes=5)
+    assert meter.limit is LinkLimit.RECEIVER
+    # The sender has spent its credit: its lanes idle, because frames wait here.
+    second(meter, clock, message=1000, app_limited=True, backlog=True)
+    assert meter.limit is LinkLimit.RECEIVER
+    second(meter, clock, message=1000, app_limited=True, draining=True)
+    assert meter.limit is LinkLimit.LINK
+    second(meter, clock, sessions=0)
+    assert meter.limit is LinkLimit.IDLE
+    assert meter.rate_bytes_per_s == 0.0
+
+
+def test_a_thread_with_no_time_to_spare_is_a_slow_receiver(clock: ManualClock) -> None:
+    load = LoopLoad(clock, cpu_s=clock.now)
+    meter = LinkMeter(clock, load)
+    for _ in range(20):
+        load.look()
+        second(meter, clock, message=1000, seconds=0.05)
+    assert meter.busy_share == pytest.approx(1.0)
+    assert meter.limit is LinkLimit.RECEIVER
+
+
+def test_a_link_that_stops_in_the_middle_stalls_and_a_sender_that_computes_does_not(
+    meter: LinkMeter, clock: ManualClock
+) -> None:
+    second(meter, clock, message=1000, app_limited=True)
+    second(meter, clock, seconds=5)
+    assert (meter.stalls, meter.stalled_s) == (0, 0.0)
+    second(meter, clock, message=1000)
+    second(meter, clock, seconds=3)
+    assert meter.stalls == 1
+    assert meter.stalled_s == pytest.approx(3.0, abs=0.11)
+    assert meter.limit is LinkLimit.LINK
+    second(meter, clock, message=1000, draining=True)
+    assert meter.stalled_s == 0.0
+    second(meter, clock, draining=True, seconds=2)
+    assert meter.stalls == 2
+    second(meter, clock, sessions=0)
+    assert (meter.stalls, meter.stalled_s) == (2, 0.0)
+
+
+def test_queueing_is_what_the_round_trip_has_over_the_shortest_of_the_last_minutes(
+    meter: LinkMeter, clock: ManualClock
+) -> None:
+    def ping(rtt_s: float, count: int = 30, every_s: float = 0.5) -> None:
+        for _ in range(count):
+            sent = clock.now()
+            clock.advance(rtt_s)
+            meter.ping(sent, 0.0)
+            clock.advance(every_s)
+
+    assert meter.queueing_s == 0.0
+    ping(0.04)
+    assert meter.queueing_s == pytest.approx(0.0, abs=1e-6)
+    ping(0.14)
+    assert meter.queueing_s == pytest.approx(0.1, abs=0.001)
+    ping(0.04)
+    assert meter.queueing_s == pytest.approx(0.0, abs=0.001)
+    ping(0.09, count=700)  # the route is another one now
+    assert meter.queueing_s == pytest.approx(0.0, abs=0.001)
+
+
+def test_the_report_for_acks_says_how_this_end_stands(meter: LinkMeter, clock: ManualClock) -> None:
+    assert meter.report(5).goodput_age_s == NEVER_S
+    transfer(meter, clock, rate=1e6, seconds=1)
+    second(meter, clock, backlog=True, held_bytes=77, seconds=0.5)
+    second(meter, clock, held_bytes=33, seconds=0.5)
+    report = meter.report(1234)
+    assert (report.held_bytes, report.free_staging_bytes) == (33, 1234)
+    assert report.busy_share == pytest.approx(0.5, abs=0.05)
+    assert report.goodput_age_s == pytest.approx(1.0, abs=0.1)

@@ -199,7 +199,7 @@ class ErrorDetail(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., phase: _Optional[str] = ..., retry_after_s: _Optional[float] = ..., param: _Optional[str] = ..., frames: _Optional[int] = ...) -> None: ...
 
 class SessionAck(_message.Message):
-    __slots__ = ("next_sequence", "verified", "held", "missing", "credit_bytes", "lanes", "lanes_opened", "receive_bytes_per_s", "sealed", "wanted")
+    __slots__ = ("next_sequence", "verified", "held", "missing", "credit_bytes", "lanes", "lanes_opened", "receive_bytes_per_s", "sealed", "wanted", "report")
     NEXT_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     VERIFIED_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
@@ -210,6 +210,7 @@ class SessionAck(_message.Message):
     RECEIVE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
     SEALED_FIELD_NUMBER: _ClassVar[int]
     WANTED_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
     next_sequence: int
     verified: _containers.RepeatedScalarFieldContainer[int]
     held: _containers.RepeatedScalarFieldContainer[int]
@@ -220,7 +221,24 @@ class SessionAck(_message.Message):
     receive_bytes_per_s: float
     sealed: bool
     wanted: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, next_sequence: _Optional[int] = ..., verified: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[int]] = ..., credit_bytes: _Optional[int] = ..., lanes: _Optional[_Iterable[int]] = ..., lanes_opened: _Optional[int] = ..., receive_bytes_per_s: _Optional[float] = ..., sealed: bool = ..., wanted: _Optional[_Iterable[int]] = ...) -> None: ...
+    report: ReceiverReport
+    def __init__(self, next_sequence: _Optional[int] = ..., verified: _Optional[_Iterable[int]] = ..., held: _Optional[_Iterable[int]] = ..., missing: _Optional[_Iterable[int]] = ..., credit_bytes: _Optional[int] = ..., lanes: _Optional[_Iterable[int]] = ..., lanes_opened: _Optional[int] = ..., receive_bytes_per_s: _Optional[float] = ..., sealed: bool = ..., wanted: _Optional[_Iterable[int]] = ..., report: _Optional[_Union[ReceiverReport, _Mapping]] = ...) -> None: ...
+
+class ReceiverReport(_message.Message):
+    __slots__ = ("busy_share", "held_bytes", "free_staging_bytes", "rtt_s", "queueing_s", "goodput_age_s")
+    BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RTT_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUEING_S_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    busy_share: float
+    held_bytes: int
+    free_staging_bytes: int
+    rtt_s: float
+    queueing_s: float
+    goodput_age_s: float
+    def __init__(self, busy_share: _Optional[float] = ..., held_bytes: _Optional[int] = ..., free_staging_bytes: _Optional[int] = ..., rtt_s: _Optional[float] = ..., queueing_s: _Optional[float] = ..., goodput_age_s: _Optional[float] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("sessions",)
@@ -327,7 +345,7 @@ class KvIndexDelta(_message.Message):
     def __init__(self, engine: _Optional[str] = ..., epoch: _Optional[str] = ..., cleared: bool = ..., stored: _Optional[bytes] = ..., removed: _Optional[bytes] = ...) -> None: ...
 
 class LinkSample(_message.Message):
-    __slots__ = ("peer", "instance", "link_class", "ready", "detail", "goodput_bytes_per_s", "rtt_s", "in_flight_bytes", "wire_ratio", "age_s", "sessions", "goodput_age_s")
+    __slots__ = ("peer", "instance", "link_class", "ready", "detail", "goodput_bytes_per_s", "rtt_s", "in_flight_bytes", "wire_ratio", "age_s", "sessions", "goodput_age_s", "agent", "limit", "rate_bytes_per_s", "queueing_s", "stalled_s", "stalls", "retransmitted_bytes", "under_way_bytes", "held_bytes", "free_staging_bytes")
     PEER_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_FIELD_NUMBER: _ClassVar[int]
     LINK_CLASS_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +358,16 @@ class LinkSample(_message.Message):
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     GOODPUT_AGE_S_FIELD_NUMBER: _ClassVar[int]
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    RATE_BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    QUEUEING_S_FIELD_NUMBER: _ClassVar[int]
+    STALLED_S_FIELD_NUMBER: _ClassVar[int]
+    STALLS_FIELD_NUMBER: _ClassVar[int]
+    RETRANSMITTED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNDER_WAY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FREE_STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     peer: str
     instance: str
     link_class: str
@@ -352,7 +380,17 @@ class LinkSample(_message.Message):
     age_s: float
     sessions: int
     goodput_age_s: float
-    def __init__(self, peer: _Optional[str] = ..., instance: _Optional[str] = ..., link_class: _Optional[str] = ..., ready: bool = ..., detail: _Optional[str] = ..., goodput_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., in_flight_bytes: _Optional[int] = ..., wire_ratio: _Optional[float] = ..., age_s: _Optional[float] = ..., sessions: _Optional[int] = ..., goodput_age_s: _Optional[float] = ...) -> None: ...
+    agent: str
+    limit: str
+    rate_bytes_per_s: float
+    queueing_s: float
+    stalled_s: float
+    stalls: int
+    retransmitted_bytes: int
+    under_way_bytes: int
+    held_bytes: int
+    free_staging_bytes: int
+    def __init__(self, peer: _Optional[str] = ..., instance: _Optional[str] = ..., link_class: _Optional[str] = ..., ready: bool = ..., detail: _Optional[str] = ..., goodput_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., in_flight_bytes: _Optional[int] = ..., wire_ratio: _Optional[float] = ..., age_s: _Optional[float] = ..., sessions: _Optional[int] = ..., goodput_age_s: _Optional[float] = ..., agent: _Optional[str] = ..., limit: _Optional[str] = ..., rate_bytes_per_s: _Optional[float] = ..., queueing_s: _Optional[float] = ..., stalled_s: _Optional[float] = ..., stalls: _Optional[int] = ..., retransmitted_bytes: _Optional[int] = ..., under_way_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., free_staging_bytes: _Optional[int] = ...) -> None: ...
 
 class OutcomeEvent(_message.Message):
     __slots__ = ("transfer_id", "status", "reason", "peer", "instance", "have_tokens", "want_tokens", "received_tokens", "remote_cached_tokens", "raw_bytes", "wire_bytes", "hidden_wire_bytes", "phases", "tried")

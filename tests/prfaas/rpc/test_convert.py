@@ -15,13 +15,15 @@ from prfaas.session_messages import (
     Feature,
     Handshake,
     PrefillReport,
+    ReceiverReport,
     SessionAccept,
     SessionAck,
     SessionOpen,
+    SessionResume,
     SessionSeal,
 )
 from prfaas.snapshot import Outcome, PrefillCurve
-from prfaas.telemetry import EngineInfo, KvDelta, LinkInfo, WatchUpdate
+from prfaas.telemetry import EngineInfo, KvDelta, LinkInfo, LinkLimit, WatchUpdate
 
 FINGERPRINT = Fingerprint(
     wire_major=1,
@@ -137,6 +139,13 @@ def test_control_payloads_come_out_equal() -> None:
     assert convert.seal_from_bytes(convert.seal_to_bytes(SEAL)) == SEAL
     ack = SessionAck(1, ((2, 4), (7, 8)), ((5, 6),), (4,), 9, (0, 1), 2, 3.0, True, ((0, 9),))
     assert convert.ack_from_bytes(convert.ack_to_bytes(ack)) == ack
+    told = replace(ack, report=ReceiverReport(0.5, 1 << 40, 1 << 41, 0.04, 0.01, 3.5))
+    assert convert.ack_from_bytes(convert.ack_to_bytes(told)) == told
+    resume = SessionResume(b"link", told)
+    assert convert.resume_from_bytes(convert.resume_to_bytes(resume)) == resume
+    unsaid = pb.SessionAck(report=pb.ReceiverReport(busy_share=float("nan")))
+    with pytest.raises(ProtocolError, match=r"ReceiverReport\.busy_share"):
+        convert.ack_from_bytes(unsaid.SerializeToString())
 
 
 @pytest.mark.parametrize(
@@ -197,7 +206,18 @@ def test_watch_updates_come_out_equal() -> None:
                 age_s=0.25,
                 sessions=2,
                 goodput_age_s=3.0,
+                agent="d0",
+                limit=LinkLimit.RECEIVER,
+                rate_bytes_per_s=5e8,
+                queueing_s=0.01,
+                stalled_s=1.5,
+                stalls=4,
+                retransmitted_bytes=1 << 35,
+                under_way_bytes=1 << 36,
+                held_bytes=1 << 37,
+                free_staging_bytes=1 << 38,
             ),
+            LinkInfo("p", "j", retransmitted_bytes=0),
         ),
         outcomes=(
             Outcome(
@@ -224,6 +244,13 @@ def test_watch_updates_come_out_equal() -> None:
         seq=1, full=False, engines=(EngineInfo("e"),), links=(LinkInfo("p", "i"),)
     )
     assert convert.watch_from_pb(convert.watch_to_pb(defaults)) == defaults
+
+
+def test_a_limit_that_only_newer_agents_know_is_as_good_as_not_said() -> None:
+    event = pb.WatchEvent(links=[pb.LinkSample(peer="p", instance="i", limit="the weather")])
+    assert convert.watch_from_pb(event).links == (
+        LinkInfo("p", "i", link_class="", limit=None, wire_ratio=0.0),
+    )
 
 
 def test_a_ragged_list_of_hashes_is_a_protocol_error() -> None:
