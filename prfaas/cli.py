@@ -112,6 +112,9 @@ def agent(
     **options: Any,
 ) -> None:
     """Run the agent beside a decode engine."""
+    from remote_prefill.process_tuning import tune_process
+
+    tune_process()
     from remote_prefill.agent_main import serve
 
     settings = _settings(config, "agent", host=host, port=port, **_vllm_options(options))
@@ -130,6 +133,9 @@ def prefill(
     **options: Any,
 ) -> None:
     """Run the remote prefill service: the agent beside a prefill engine."""
+    from remote_prefill.process_tuning import tune_process
+
+    tune_process()
     from remote_prefill.prefill_main import serve
 
     settings = _settings(config, "prefill", host=host, port=port, **_vllm_options(options))

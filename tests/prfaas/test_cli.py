@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from prfaas.cli import _ready, _settings, cli
+from prfaas.cli import _ready, _settings, _vllm_options, cli
 from prfaas.errors import ConfigError
 from prfaas.up.stack import StackPlan
 
@@ -88,6 +88,36 @@ def test_options_win_over_environment_over_file(
 def test_a_wrong_option_names_its_setting() -> None:
     with pytest.raises(ConfigError, match=r"engine\.block_tokens: "):
         _settings(None, "engine", block_tokens=0)
+
+
+def test_an_agent_s_options_for_its_vllm_join_what_the_file_says(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("prefill: {vllm: {kv_events: 'ipc:///e', poll_s: 0.5}}\n")
+    options = {"socket": None, "engine": "vllm", "engine_url": "http://h:1", "kv_events": None}
+    settings = _settings(file, "prefill", **_vllm_options(options)).prefill
+    assert settings.engine == "vllm"
+    assert settings.vllm.url == "http://h:1"
+    assert (settings.vllm.kv_events, settings.vllm.poll_s) == ("ipc:///e", 0.5)
+    assert _vllm_options({"socket": None, "engine_url": None}) == {"socket": None}
+
+
+@pytest.mark.parametrize(
+    ("command", "module"), [("agent", "agent_main"), ("prefill", "prefill_main")]
+)
+def test_agents_tune_their_process_before_they_start(
+    command: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    async def serve(*_: object) -> None:
+        seen.append(os.environ["GRPC_EXPERIMENTS"])
+
+    monkeypatch.setenv("GRPC_EXPERIMENTS", "")
+    monkeypatch.delenv("GRPC_EXPERIMENTS")
+    monkeypatch.setattr(f"remote_prefill.{module}.serve", serve)
+    done = CliRunner().invoke(cli, [command])
+    assert done.exit_code == 0, done.output
+    assert seen == ["tcp_rcv_lowat,tcp_frame_size_tuning"]
 
 
 def test_ready_tells_the_port_once_and_closes() -> None:
