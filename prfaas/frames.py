@@ -73,6 +73,10 @@ class FrameLimits:
 
 DEFAULT_FRAME_LIMITS = FrameLimits()
 
+_KNOWN_TYPES = {int(kind): kind for kind in FrameType}
+_FLAGS = {bits: FrameFlag(bits) for bits in range(4)}
+"""Looked up, not made: an enum's constructor takes as long as the rest of a header."""
+
 
 def crc32c(data: bytes | memoryview | npt.NDArray[np.uint8]) -> int:
     """Castagnoli crc of contiguous bytes, without a copy."""
@@ -174,31 +178,33 @@ class Frame:
             or self.raw_bytes > limits.max_payload_bytes
         ):
             raise ProtocolError(f"{self}: payload too large")
-        for name, low, high in (
-            ("layers", self.layer_start, self.layer_end),
-            ("tokens", self.token_start, self.token_end),
-            ("heads", self.head_start, self.head_end),
-        ):
-            if low >= high:
-                raise ProtocolError(f"{self}: empty range of {name}")
+        if self.layer_start >= self.layer_end:
+            raise ProtocolError(f"{self}: empty range of layers")
+        if self.token_start >= self.token_end:
+            raise ProtocolError(f"{self}: empty range of tokens")
+        if self.head_start >= self.head_end:
+            raise ProtocolError(f"{self}: empty range of heads")
 
 
 def parse(
-    data: bytes | memoryview, limits: FrameLimits = DEFAULT_FRAME_LIMITS
+    data: bytes | memoryview, limits: FrameLimits = DEFAULT_FRAME_LIMITS, at: int = 0
 ) -> tuple[Frame | None, int]:
-    """First frame of `data` and the bytes it took; the frame is None for a skippable unknown type.
+    """The frame at `at` in `data` and where it ends; the frame is None for a skippable unknown
+    type.
 
     Raises ProtocolError (not a frame, unknown version or type, sizes over `limits`, truncated) or
     CorruptKv (crc). The payload is a view into `data`, not a copy, and that of a KV frame is not
     checked here: `intact` does, in the thread that decodes.
     """
     view = memoryview(data)
-    if len(view) < HEADER_BYTES:
-        raise ProtocolError(f"truncated frame header: {len(view)} of {HEADER_BYTES} bytes")
-    if bytes(view[:2]) != MAGIC:
-        raise ProtocolError(f"not a frame: starts with {bytes(view[:2])!r}")
-    (header_crc,) = _CRC.unpack_from(view, _HEADER.size)
-    if crc32c(view[: _HEADER.size]) != header_crc:
+    left = len(view) - at
+    if left < HEADER_BYTES:
+        raise ProtocolError(f"truncated frame header: {left} of {HEADER_BYTES} bytes")
+    header = bytes(view[at : at + _HEADER.size])
+    if header[:2] != MAGIC:
+        raise ProtocolError(f"not a frame: starts with {header[:2]!r}")
+    (header_crc,) = _CRC.unpack_from(view, at + _HEADER.size)
+    if google_crc32c.value(header) != header_crc:
         raise CorruptKv("frame header crc mismatch")
     (
         _,
@@ -220,7 +226,7 @@ def parse(
         wire_bytes,
         sequence,
         payload_crc,
-    ) = _HEADER.unpack_from(view)
+    ) = _HEADER.unpack(header)
     if version != WIRE_MAJOR:
         raise ProtocolError(
             f"wire version {version} is not supported (this side speaks {WIRE_MAJOR})"
@@ -230,34 +236,33 @@ def parse(
         raise ProtocolError(
             f"frame claims {wire_bytes} wire and {raw_bytes} raw bytes; limit {limit}"
         )
-    end = HEADER_BYTES + wire_bytes
-    if len(view) < end:
-        raise ProtocolError(f"truncated frame payload: {len(view) - HEADER_BYTES} of {wire_bytes}")
-    try:
-        known = FrameType(type_)
-    except ValueError:
+    if left - HEADER_BYTES < wire_bytes:
+        raise ProtocolError(f"truncated frame payload: {left - HEADER_BYTES} of {wire_bytes}")
+    start = at + HEADER_BYTES
+    end = start + wire_bytes
+    known = _KNOWN_TYPES.get(type_)
+    if known is None:
         if type_ & OPTIONAL_TYPE_BIT:
             return None, end
-        raise ProtocolError(f"unknown frame type {type_}") from None
-    payload = view[HEADER_BYTES:end]
+        raise ProtocolError(f"unknown frame type {type_}")
     frame = Frame(
-        type=known,
-        session=session,
-        epoch=epoch,
-        flags=FrameFlag(flags),
-        codec=codec,
-        group=group,
-        chunk=chunk,
-        layer_start=layer_start,
-        layer_end=layer_end,
-        token_start=token_start,
-        token_end=token_end,
-        head_start=head_start,
-        head_end=head_end,
-        raw_bytes=raw_bytes,
-        sequence=sequence,
-        payload=payload,
-        payload_crc=payload_crc,
+        known,
+        session,
+        epoch,
+        _FLAGS.get(flags) or FrameFlag(flags),
+        codec,
+        group,
+        chunk,
+        layer_start,
+        layer_end,
+        token_start,
+        token_end,
+        head_start,
+        head_end,
+        raw_bytes,
+        sequence,
+        view[start:end],
+        payload_crc,
     )
     if known is not FrameType.KV and not frame.intact:
         raise CorruptKv(f"{frame}: payload crc mismatch")
@@ -270,11 +275,11 @@ def parse_all(
 ) -> Iterator[Frame]:
     """All frames of one gRPC message, unknown skippable ones left out."""
     view = memoryview(data)
-    while len(view):
-        frame, used = parse(view, limits)
+    at = 0
+    while at < len(view):
+        frame, at = parse(view, limits, at)
         if frame is not None:
             yield frame
-        view = view[used:]
 
 
 def with_flag(frame: Frame, flag: FrameFlag) -> Frame:

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 MESSAGE_BYTES_ESTIMATE = 512
 """A queued message counts as so many bytes against the bound on the send buffer."""
+_READ_BYTES = 64 << 10
 
 
 class PortClosed(EngineUnavailable):
@@ -68,12 +69,16 @@ class PortConn:
     async def __aiter__(self) -> AsyncIterator[tuple[PortMessage, bytes]]:
         """Messages until the engine disconnects; a malformed one ends the connection."""
         try:
-            while True:
-                header_bytes, blob_bytes = sizes(await self._reader.readexactly(PREFIX.size))
-                header = await self._reader.readexactly(header_bytes)
-                blob = await self._reader.readexactly(blob_bytes) if blob_bytes else b""
-                yield decode(header), blob
-        except (asyncio.IncompleteReadError, ConnectionError):
+            pending = bytearray()
+            while data := await self._reader.read(_READ_BYTES):
+                pending += data
+                at = 0
+                while (spans := _first_message(pending, at)) is not None:
+                    body, blob, end = spans
+                    yield decode(bytes(pending[body:blob])), bytes(pending[blob:end])
+                    at = end
+                del pending[:at]
+        except ConnectionError:
             return
         except PortError as exc:
             log.warning("kvport: engine %s broke the protocol: %s", self.name, exc)
@@ -141,6 +146,19 @@ class EngineConn(PortConn):
             for rank in list(self.ranks.values()):
                 rank.close()
         super().close()
+
+
+def _first_message(data: bytearray, at: int) -> tuple[int, int, int] | None:
+    """Where header and blob of the message at `at` begin, and its end; None while part of it is
+    still to come. Raises PortError.
+    """
+    body = at + PREFIX.size
+    if len(data) < body:
+        return None
+    header_bytes, blob_bytes = sizes(data[at:body])
+    blob = body + header_bytes
+    end = blob + blob_bytes
+    return (body, blob, end) if len(data) >= end else None
 
 
 def new_connection() -> str:
