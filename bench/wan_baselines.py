@@ -1,8 +1,9 @@
-"""What KV over a WAN is measured against: blocking TCP sockets, and gRPC as everybody writes it.
+"""What KV over a WAN is measured against: blocking TCP sockets, and gRPC as everybody writes it,
+with threads and with asyncio.
 
-Both ends are processes: `raw-server ADDRESS` and `grpc-server ADDRESS` print their port;
-`raw-client ADDRESS PORT` and `grpc-client ADDRESS PORT` take one JSON object a line on standard
-input, `{"nbytes": N, "connections": C, "fresh": false}`, and answer with a `Fetched`.
+Both ends are processes: `KIND-server ADDRESS` prints its port, `KIND-client ADDRESS PORT` takes one
+JSON object a line on standard input, `{"nbytes": N, "connections": C, "fresh": false}`, and answers
+with a `Fetched`. KIND is `raw`, `grpc` or `aio`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
+import grpc.aio
+import uvloop
 from google.protobuf.wrappers_pb2 import BytesValue
 
 from bench.wanlink.tcp import congestion_control
@@ -34,6 +37,7 @@ _ASK = struct.Struct("<QQI")
 _SLICE = struct.Struct("<I")
 _SOURCE_BYTES = 64 << 20
 _METHOD = "/bench.Plain/Fetch"
+_TIMEOUT_S = 120.0
 _GRPC_OPTIONS = [
     ("grpc.max_receive_message_length", 2 * MESSAGE_BYTES),
     ("grpc.max_send_message_length", 2 * MESSAGE_BYTES),
@@ -178,11 +182,7 @@ class _PlainServer:
     def __init__(self, address: str) -> None:
         self._source = os.urandom(_SOURCE_BYTES)
         self._server = grpc.server(ThreadPoolExecutor(4), options=_GRPC_OPTIONS)
-        method = grpc.unary_stream_rpc_method_handler(
-            self._fetch, BytesValue.FromString, BytesValue.SerializeToString
-        )
-        handler = grpc.method_handlers_generic_handler("bench.Plain", {"Fetch": method})
-        self._server.add_generic_rpc_handlers((handler,))
+        self._server.add_generic_rpc_handlers((_handler(self._fetch),))
         self.port: int = self._server.add_insecure_port(f"{address}:0")
 
     def run(self) -> None:
@@ -190,12 +190,7 @@ class _PlainServer:
         self._server.wait_for_termination()
 
     def _fetch(self, request: BytesValue, context: object) -> Iterator[BytesValue]:
-        left = int(request.value)
-        while left:
-            size = min(left, MESSAGE_BYTES)
-            at = left % (_SOURCE_BYTES - MESSAGE_BYTES)
-            yield BytesValue(value=self._source[at : at + size])
-            left -= size
+        yield from _messages(self._source, int(request.value))
 
 
 class _PlainClient:
@@ -218,24 +213,130 @@ class _PlainClient:
             _METHOD, BytesValue.SerializeToString, BytesValue.FromString
         )
         received = 0
-        for message in call(BytesValue(value=str(nbytes).encode()), timeout=120):
+        for message in call(_asking(nbytes), timeout=_TIMEOUT_S):
             received += len(message.value)
-        elapsed_s = time.monotonic() - began
-        if received != nbytes:
-            raise ConnectionError(f"{received} of {nbytes} bytes came")
-        return Fetched(elapsed_s, received, "")
+        return _fetched(began, nbytes, received)
+
+
+class _AioServer:
+    """The same with asyncio, on the event loop that ours runs on."""
+
+    def __init__(self, address: str) -> None:
+        self._source = os.urandom(_SOURCE_BYTES)
+        self._loop = uvloop.new_event_loop()
+        self._loop.run_until_complete(self._start(address))
+
+    async def _start(self, address: str) -> None:
+        self._server = grpc.aio.server(options=_GRPC_OPTIONS)
+        self._server.add_generic_rpc_handlers((_handler(self._fetch),))
+        self.port: int = self._server.add_insecure_port(f"{address}:0")
+        await self._server.start()
+
+    def run(self) -> None:
+        self._loop.run_until_complete(self._server.wait_for_termination())
+
+    async def _fetch(self, request: BytesValue, context: object) -> AsyncIterator[BytesValue]:
+        for message in _messages(self._source, int(request.value)):
+            yield message
+
+
+class _AioClient:
+    """The same with asyncio."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._target = f"{address}:{port}"
+        self._loop = uvloop.new_event_loop()
+        self._channel: grpc.aio.Channel | None = None
+
+    def fetch(self, nbytes: int, connections: int, fresh: bool) -> Fetched:
+        if connections != 1:
+            raise ValueError("the plain arm has one channel")
+        return self._loop.run_until_complete(self._fetch(nbytes, fresh))
+
+    async def _fetch(self, nbytes: int, fresh: bool) -> Fetched:
+        if fresh and self._channel is not None:
+            await self._channel.close()
+            self._channel = None
+        began = time.monotonic()
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self._target, options=_GRPC_OPTIONS)
+        call = self._channel.unary_stream(
+            _METHOD, BytesValue.SerializeToString, BytesValue.FromString
+        )
+        received = 0
+        async for message in call(_asking(nbytes), timeout=_TIMEOUT_S):
+            received += len(message.value)
+        return _fetched(began, nbytes, received)
+
+
+def _handler(fetch: Any) -> grpc.GenericRpcHandler:
+    method = grpc.unary_stream_rpc_method_handler(
+        fetch, BytesValue.FromString, BytesValue.SerializeToString
+    )
+    return grpc.method_handlers_generic_handler("bench.Plain", {"Fetch": method})
+
+
+def _asking(nbytes: int) -> BytesValue:
+    return BytesValue(value=str(nbytes).encode())
+
+
+def _messages(source: bytes, nbytes: int) -> Iterator[BytesValue]:
+    left = nbytes
+    while left:
+        size = min(left, MESSAGE_BYTES)
+        at = left % (_SOURCE_BYTES - MESSAGE_BYTES)
+        yield BytesValue(value=source[at : at + size])
+        left -= size
+
+
+def _fetched(began: float, nbytes: int, received: int) -> Fetched:
+    elapsed_s = time.monotonic() - began
+    if received != nbytes:
+        raise ConnectionError(f"{received} of {nbytes} bytes came")
+    return Fetched(elapsed_s, received, "")
+
+
+class _Server(Protocol):
+    port: int
+
+    def run(self) -> None: ...
+
+
+class _Client(Protocol):
+    def fetch(self, nbytes: int, connections: int, fresh: bool) -> Fetched: ...
+
+
+def _server(kind: str, address: str) -> _Server:
+    match kind:
+        case "raw":
+            return _RawServer(address)
+        case "grpc":
+            return _PlainServer(address)
+        case "aio":
+            return _AioServer(address)
+    raise SystemExit(__doc__)
+
+
+def _client(kind: str, address: str, port: int) -> _Client:
+    match kind:
+        case "raw":
+            return _RawClient(address, port)
+        case "grpc":
+            return _PlainClient(address, port)
+        case "aio":
+            return _AioClient(address, port)
+    raise SystemExit(__doc__)
 
 
 def main(argv: list[str]) -> None:
     """Serve, or fetch what standard input asks for until it ends."""
-    match argv:
-        case ["raw-server" | "grpc-server" as kind, address]:
-            server = _RawServer(address) if kind == "raw-server" else _PlainServer(address)
+    match [part for word in argv[:1] for part in word.split("-")], argv[1:]:
+        case [kind, "server"], [address]:
+            server = _server(kind, address)
             print(server.port, flush=True)
             server.run()
-        case ["raw-client" | "grpc-client" as kind, address, port]:
-            make: Any = _RawClient if kind == "raw-client" else _PlainClient
-            client = make(address, int(port))
+        case [kind, "client"], [address, port]:
+            client = _client(kind, address, int(port))
             for line in sys.stdin:
                 print(json.dumps(asdict(client.fetch(**json.loads(line)))), flush=True)
         case _:

@@ -59,7 +59,7 @@ def ask(client: subprocess.Popen[bytes], **command: object) -> Fetched:
     return Fetched(**json.loads(client.stdout.readline()))
 
 
-@pytest.mark.parametrize(("kind", "connections"), [("raw", 1), ("raw", 4), ("grpc", 1)])
+@pytest.mark.parametrize(("kind", "connections"), [("raw", 1), ("raw", 4), ("grpc", 1), ("aio", 1)])
 def test_baselines_bring_exactly_what_was_asked_for(kind: str, connections: int) -> None:
     with ends(kind) as client:
         for nbytes, fresh in ((1, True), (5_000_001, False), (3 << 20, True)):
@@ -136,6 +136,23 @@ def test_over_the_emulated_link_sessions_come_right_and_are_counted(
         assert "bbr" in at.conditions_note() or "cubic" in at.conditions_note()
         with pytest.raises(SiteError, match="did not come whole"):
             site.fetch(1 << 20)  # more than P's longest prompt
+
+
+@pytest.mark.skipif(REASON is not None, reason=REASON or "")
+def test_the_plain_site_carries_kv_as_it_is_and_has_no_certificates(tmp_path: Path) -> None:
+    tape = tmp_path / "tape.npz"
+    seeded_tape(64).save(tape)
+    with WanLink(500e6, 5) as link, WanSite(link, tmp_path, tape, plain=True) as site:
+        before = site.received_wire_bytes()
+        found = site.fetch(1000)
+        moved_bytes = site.received_wire_bytes() - before
+        assert found.raw_bytes < moved_bytes < 1.01 * found.raw_bytes
+        cpu = site.cpu()
+        site.fetch(1000)
+        spent = site.cpu() - cpu
+        assert spent.agents_s > 0
+        assert spent.ports_s > 0
+    assert not (tmp_path / "tls").exists()
 
 
 @pytest.mark.skipif(REASON is not None, reason=REASON or "")
