@@ -267,23 +267,17 @@ def test_refusals_are_typed_and_a_small_pool_serves_one_after_the_other(
 ) -> None:
     stack = no_local_budget
     prompts = [make_prompt(1400, f"small/{index}") for index in range(2)]
-    expected = [local_only(stack, prompt).token_ids for prompt in prompts]
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(lambda prompt: remote(stack, prompt), prompts))
     assert [answer.status for answer in answers] == [200, 200]
+    # bf16 promises the very KV rather than the tokens: the agent compares digests.
     assert {outcome(stack, answer)["status"] for answer in answers} == {"staged"}
-    # bf16, other batches: the very KV is there (the agent compares digests), tokens mostly are.
-    agree = [
-        a == b
-        for answer, tokens in zip(answers, expected, strict=True)
-        for a, b in zip(answer.token_ids, tokens, strict=True)
-    ]
-    assert agree[0]
+    assert "read back other bytes" not in stack.log("d-agent")
     assert_nothing_left(stack)
 
     with ThreadPoolExecutor(3) as pool:
         asking = pool.submit(remote, stack, make_prompt(1500, "refused"))
-        chats = [pool.submit(chat, stack, 300, stream) for stream in (False, True)]
+        chats = [pool.submit(chat, stack, 100, stream) for stream in (False, True)]
         threading.Event().wait(0.5)
         stack.kill("p-agent")
         stack.kill("p-engine")

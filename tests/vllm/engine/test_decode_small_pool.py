@@ -45,15 +45,16 @@ def test_late_bytes_never_reach_blocks_that_are_anothers(vllm: InProcessVllm) ->
     assert other.tokens == expected
 
 
-def test_a_refusal_needs_one_block_only(vllm: InProcessVllm) -> None:
+def test_a_refusal_in_a_full_pool_waits_for_room_and_disturbs_nobody(vllm: InProcessVllm) -> None:
+    # It claims one block, but vLLM admits no request whose prompt does not fit as a whole.
+    expected = vllm.local_run(prompt_of(500), max_tokens=60)
     runs = vllm.add(prompt_of(500), plan=False, max_tokens=60)
     vllm.steps(lambda: runs.tokens)
     vllm.agent.script.status = "refused"
     one = vllm.add(prompt_of(400, 3))
-    vllm.finish(one)
+    vllm.finish(one, runs)
     assert one.finish_reason == "error"
-    assert not runs.over
-    vllm.abort(runs)
+    assert runs.tokens == expected
 
 
 def test_a_request_that_is_preempted_after_its_load_is_computed_again(vllm: InProcessVllm) -> None:
