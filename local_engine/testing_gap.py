@@ -12,9 +12,11 @@ from local_engine.models.base import ForwardBatch, SeqSlice
 from prfaas.testing.contiguous_kv import ContiguousKv, Span
 
 
-def top_two_gap(model: Path) -> Callable[[Sequence[int]], float]:
-    """Loads a model; the gap of its two best logits after any tokens, in fp32 and in one go."""
-    loaded = load_model(model, torch.float32, torch.device("cpu"))
+def top_two_gap(
+    model: Path, dtype: torch.dtype = torch.float32
+) -> Callable[[Sequence[int]], float]:
+    """Loads a model; the gap of its two best logits after any tokens, in `dtype` and in one go."""
+    loaded = load_model(model, dtype, torch.device("cpu"))
 
     def gap(tokens: Sequence[int]) -> float:
         kv = ContiguousKv()

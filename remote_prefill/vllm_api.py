@@ -25,6 +25,8 @@ EXPORT_PARAM = "prfaas_export"
 RETRY_AFTER_S = 1.0
 MAX_METRICS_BYTES = 8 << 20
 MAX_ERROR_BYTES = 4096
+MAX_ANSWER_BYTES = 1 << 20
+"""Of one token; vLLM answers with some hundred bytes."""
 CONNECT_TIMEOUT_S = 3.0
 POLL_TIMEOUT_S = 2.0
 
@@ -55,7 +57,7 @@ class VllmApi:
     async def healthy(self) -> bool:
         """Whether /health says that its engine runs."""
         try:
-            await self._get("/health", MAX_ERROR_BYTES)
+            await self._get("/health", MAX_ANSWER_BYTES)
         except PrfaasError:
             return False
         return True
@@ -93,10 +95,15 @@ class VllmApi:
                 headers={**self._headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             ) as response:
-                text = (await response.content.read(MAX_ERROR_BYTES)).decode(errors="replace")
+                text = (await _body(response, MAX_ANSWER_BYTES)).decode(errors="replace")
                 if response.status != 200:
-                    raise _error(response.status, text)
-                await response.release()
+                    raise _error(response.status, text[:MAX_ERROR_BYTES])
+                if export is not None and not _exported(text):
+                    raise EngineUnavailable(
+                        f"the vLLM at {self._url} is not the engine on the port, or has no "
+                        "connector of ours",
+                        retry_after_s=RETRY_AFTER_S,
+                    )
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
             raise self._unreachable(exc) from exc
 
@@ -106,16 +113,12 @@ class VllmApi:
                 async with self._client().get(
                     f"{self._url}{path}", headers=self._headers
                 ) as response:
+                    data = await _body(response, most_bytes)
                     if response.status != 200:
-                        text = (await response.content.read(MAX_ERROR_BYTES)).decode()
-                        raise _error(response.status, text)
-                    parts, size = [], 0
-                    async for part in response.content.iter_chunked(1 << 16):
-                        parts.append(part)
-                        size += len(part)
-                        if size > most_bytes:
-                            raise EngineUnavailable(f"{path} of vLLM is over {most_bytes} bytes")
-                    return b"".join(parts)
+                        raise _error(
+                            response.status, data[:MAX_ERROR_BYTES].decode("utf-8", "replace")
+                        )
+                    return data
         except (aiohttp.ClientError, OSError, TimeoutError) as exc:
             raise self._unreachable(exc) from exc
 
@@ -133,6 +136,17 @@ class VllmApi:
         )
 
 
+async def _body(response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """All of an answer. Raises EngineUnavailable where it is too large."""
+    parts, size = [], 0
+    async for part in response.content.iter_chunked(1 << 16):
+        parts.append(part)
+        size += len(part)
+        if size > most_bytes:
+            raise EngineUnavailable(f"an answer of vLLM is over {most_bytes} bytes")
+    return b"".join(parts)
+
+
 def _error(status: int, text: str) -> PrfaasError:
     """What an answer of vLLM means for whoever asked us."""
     message = f"vLLM answers {status}: {_message(text)}"
@@ -145,6 +159,14 @@ def _error(status: int, text: str) -> PrfaasError:
     if status in (429, 503):
         return Overloaded(message, retry_after_s=RETRY_AFTER_S)
     return EngineUnavailable(message, retry_after_s=RETRY_AFTER_S)
+
+
+def _exported(text: str) -> bool:
+    """Whether the connector that answers knew the export."""
+    try:
+        return bool(msgspec.json.decode(text)["kv_transfer_params"][EXPORT_PARAM]["known"])
+    except (msgspec.DecodeError, TypeError, KeyError):
+        return False
 
 
 def _message(text: str) -> str:

@@ -51,6 +51,8 @@ class EventStream:
         """Number of the next batch."""
         self._last_heard = -1
         """Number of the last batch that was published to us, rather than replayed."""
+        self._replayed: dict[int, int] = {}
+        """Hashes of replayed batches, which may be published to us as well."""
         self._socket = self._context.socket(zmq.SUB)
         self._socket.set(zmq.RCVHWM, RECEIVE_QUEUE)
         self._socket.set(zmq.SUBSCRIBE, b"")
@@ -75,7 +77,7 @@ class EventStream:
                 log.warning("a message that is not vLLM's came on its KV events")
                 continue
             number = int.from_bytes(parts[1], "big")
-            if number <= self._last_heard:
+            if number <= self._last_heard or not self._follows(number, parts[2]):
                 await self._begin("vLLM has restarted")
             elif self._next is not None and number > self._next:
                 await self._fill(self._next, number)
@@ -83,12 +85,18 @@ class EventStream:
             if self._next is None or number >= self._next:
                 self._take(number, parts[2])
 
+    def _follows(self, number: int, payload: bytes) -> bool:
+        """Whether a batch is news, or one that replay has brought before."""
+        if self._next is None or number >= self._next:
+            self._replayed.clear()
+            return True
+        return self._replayed.pop(number, None) == hash(payload)
+
     async def _begin(self, reason: str) -> None:
         """Nothing is known; what vLLM still has of its past is."""
         self._on_gap(reason)
         self._next, self._last_heard = None, -1
-        for number, payload in await self._replay(0):
-            self._take(number, payload)
+        self._take_all(await self._replay(0))
 
     async def _fill(self, first: int, until: int) -> None:
         """Batches [first, until) did not come: ask for them, or void what is known."""
@@ -96,6 +104,10 @@ class EventStream:
         if not replayed or replayed[0][0] != first:
             self._on_gap(f"batches {first} to {until - 1} are lost")
             self._next = None
+        self._take_all(replayed)
+
+    def _take_all(self, replayed: list[tuple[int, bytes]]) -> None:
+        self._replayed = {number: hash(payload) for number, payload in replayed}
         for number, payload in replayed:
             self._take(number, payload)
 

@@ -64,7 +64,7 @@ def parse_metrics(text: str) -> VllmMetrics:
     ours = {name: ours for ours, names in NAMES.items() for name in names}
     ranks = {name: rank for names in NAMES.values() for rank, name in enumerate(names)}
     sums: dict[str, dict[int, float]] = {}
-    engines: set[str] = set()
+    engines: dict[int, set[str]] = {}
     blocks = 0
     try:
         for family in text_string_to_metric_families(text):
@@ -78,7 +78,7 @@ def parse_metrics(text: str) -> VllmMetrics:
                     rank = ranks[sample.name]
                     by_rank[rank] = by_rank.get(rank, 0.0) + sample.value
                     if ours[sample.name] == "usage":
-                        engines.add(sample.labels.get("engine", ""))
+                        engines.setdefault(rank, set()).add(sample.labels.get("engine", ""))
     except ValueError as exc:
         raise EngineUnavailable(f"/metrics of vLLM cannot be read: {exc}") from exc
     # Versions in between have both names; the present one counts, never their sum.
@@ -86,7 +86,7 @@ def parse_metrics(text: str) -> VllmMetrics:
     missing = [NAMES[name][0] for name in REQUIRED if name not in values]
     if missing:
         raise EngineUnavailable(f"/metrics of vLLM lacks {', '.join(missing)}")
-    return VllmMetrics(values, blocks, max(1, len(engines)))
+    return VllmMetrics(values, blocks, len(engines[min(engines)]))
 
 
 def _blocks(labels: Mapping[str, str]) -> int:

@@ -105,7 +105,7 @@ class PagedLayout:
             return self._transposed_parts(cache, dim)
         dims = self.dims
         if "G" in dims:
-            cache = cache.unflatten(dims.index("G"), (heads, dim))
+            cache = _unflatten(cache, dims.index("G"), heads, dim)
             dims = dims.replace("G", "HD")
         if "L" in dims:
             parts, dims = [cache], dims.replace("L", "D")
@@ -115,7 +115,8 @@ class PagedLayout:
             parts = list(cache.unbind(dims.index("K")))
             dims = dims.replace("K", "")
         else:
-            parts = list(cache.split(dim, dims.index("C")))
+            at = dims.index("C")
+            parts = [cache.narrow(at, 0, dim), cache.narrow(at, dim, dim)]
             dims = dims.replace("C", "D")
         order = [dims.index(name) for name in "BNHD"]
         return tuple(part.permute(order) for part in parts)
@@ -127,17 +128,23 @@ class PagedLayout:
                 blocks, heads, tokens, _ = cache.shape
                 plane = cache.view(blocks, heads, 2 * tokens * dim)
                 half = tokens * dim
-                key = plane[:, :, :half].unflatten(2, (dim, tokens))
-                value = plane[:, :, half:].unflatten(2, (tokens, dim))
+                key = _unflatten(plane[:, :, :half], 2, dim, tokens)
+                value = _unflatten(plane[:, :, half:], 2, tokens, dim)
             else:
                 first, value = cache.unbind(self.dims.index("K"))
                 blocks, heads, tokens, _ = first.shape
-                key = first.view(blocks, heads, tokens * dim).unflatten(2, (dim, tokens))
+                key = first.view(blocks, heads, dim, tokens)
         except RuntimeError as exc:
             raise LayoutError(
                 f"layout {self.name}: a block of strides {tuple(cache.stride())} is not contiguous"
             ) from exc
         return key.permute(0, 3, 1, 2), value.permute(0, 2, 1, 3)
+
+
+def _unflatten(tensor: Tensor, at: int, first: int, second: int) -> Tensor:
+    """A view with dimension `at` as two."""
+    shape = tensor.shape
+    return tensor.view(*shape[:at], first, second, *shape[at + 1 :])
 
 
 LAYOUTS = {
@@ -205,7 +212,7 @@ class PagedKv:
                 if index is None:
                     view.copy_(part[rows[0], low:high], non_blocking=True)
                     continue
-                shaped = view.unflatten(0, (len(rows), self.block_tokens))
+                shaped = _unflatten(view, 0, len(rows), self.block_tokens)
                 if shaped.device == part.device and shaped.is_contiguous():
                     torch.index_select(part, 0, index, out=shaped)
                 else:
@@ -219,7 +226,7 @@ class PagedKv:
                 if index is None:
                     part[rows[0], low:high].copy_(view, non_blocking=True)
                     continue
-                shaped = view.unflatten(0, (len(rows), self.block_tokens))
+                shaped = _unflatten(view, 0, len(rows), self.block_tokens)
                 part.index_copy_(0, index, shaped.to(part.device, non_blocking=True))
 
     def export(self, table: Sequence[int], start: int, end: int, out: Bytes) -> None:

@@ -180,13 +180,17 @@ class ProducerScheduler:
         ]
         return plan
 
-    def finished(self, request: Any) -> bool:
-        """vLLM is done with a request: whether its blocks must stay until `sent`."""
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any]]:
+        """vLLM is done with a request: whether its blocks must stay until `sent`, and what its
+        answer says to whoever submitted it.
+        """
         self._read_news()
         self._waiting_since.pop(request.request_id, None)
         export = self._by_request.get(request.request_id)
-        if export is None:
-            return False
+        answer = {EXPORT_PARAM: {"known": export is not None}}
+        return export is not None and self._keeps(export, request), answer
+
+    def _keeps(self, export: _Export, request: Any) -> bool:
         whole = request.num_computed_tokens >= len(export.tokens)
         if export.phase is Phase.COMPUTING and whole and not _was_aborted(request):
             export.phase = Phase.DRAINING

@@ -107,7 +107,7 @@ class SchedulerHalf:
 
     def finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         if self._prefill.owns(request):
-            return self._prefill.finished(request), None
+            return self._prefill.finished(request)
         if self._decode is not None:
             self._decode.finished(request)
         return False, None

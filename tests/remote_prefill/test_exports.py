@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from prfaas.errors import EngineUnavailable
+from prfaas.errors import EngineUnavailable, Overloaded
 from prfaas.kvport import PortClosed
 from prfaas_connect.port.messages import (
+    PortError,
     PortMessage,
     PrefillCancel,
     PrefillEnd,
@@ -147,3 +150,149 @@ async def test_when_the_engine_leaves_every_export_fails(hub: ExportHub, conn: C
     export.cancel()
     with pytest.raises(EngineUnavailable):
         start(hub)
+
+
+class Rank(Conn):
+    """What a hub needs of a RankConn: what it sends is put into `says`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.says: asyncio.Queue[PortMessage | None] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[PortMessage, bytes]]:
+        while (message := await self.says.get()) is not None:
+            yield message, b""
+
+
+class Scripted:
+    """A submitter that does as it is told."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, str, bool]] = []
+        self.result: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def submit(
+        self, tokens: bytes, *, session: str, epoch: int, salt: str, use_cache: bool
+    ) -> None:
+        self.asked.append((session, epoch, salt, use_cache))
+        await self.result
+
+
+def joined(hub: ExportHub, rank: Rank) -> asyncio.Task[None]:
+    made: Any = rank
+    return asyncio.create_task(hub.serve_rank(made))
+
+
+async def test_each_rank_s_ring_is_freed_in_its_own_order(hub: ExportHub, conn: Conn) -> None:
+    one, two = Rank(), Rank()
+    tasks = [joined(hub, one), joined(hub, two)]
+    export = start(hub)
+    one.says.put_nowait(record(export, 0))
+    first = await view(export)
+    two.says.put_nowait(record(export, 0))
+    second = await view(export)
+    assert hub.unfreed_records == 2
+    second.done()
+    assert (one.take(), two.take()) == ([], [RingFree(1)])
+    first.done()
+    assert (one.take(), two.take()) == ([RingFree(1)], [])
+    assert conn.take() == [PrefillStart(export.key, 3, 0)]
+    for rank in (one, two):
+        rank.says.put_nowait(None)
+    await asyncio.gather(*tasks)
+
+
+async def test_the_end_waits_for_what_ranks_have_sent(hub: ExportHub) -> None:
+    rank = Rank()
+    task = joined(hub, rank)
+    export = start(hub)
+    await asyncio.sleep(0)
+    hub.on_end(PrefillEnd(export.key, 3, "done", records=2))
+    rank.says.put_nowait(record(export, 0))
+    rank.says.put_nowait(record(export, 10))
+    for _ in range(2):
+        (await view(export)).done()
+    assert isinstance(await export.next(), PrefillEnd)
+    assert len(hub) == 0
+    # A failure does not wait for anything.
+    other = start(hub)
+    hub.on_end(PrefillEnd(other.key, 3, "failed", records=2))
+    assert isinstance(await other.next(), PrefillEnd)
+    rank.says.put_nowait(None)
+    await task
+
+
+async def test_a_cancelled_export_that_waits_for_records_is_forgotten(hub: ExportHub) -> None:
+    rank = Rank()
+    task = joined(hub, rank)
+    await asyncio.sleep(0)
+    before, after = start(hub), start(hub)
+    hub.on_end(PrefillEnd(before.key, 3, "done", records=2))
+    before.cancel()
+    after.cancel()
+    hub.on_end(PrefillEnd(after.key, 3, "done", records=2))
+    assert len(hub) == 0
+    rank.says.put_nowait(None)
+    await task
+
+
+async def test_a_rank_that_leaves_or_says_something_else_ends_the_engine_s_connection(
+    conn: Conn, hub: ExportHub
+) -> None:
+    rank = Rank()
+    task = joined(hub, rank)
+    rank.says.put_nowait(PrefillEnd("x", 1, "done"))
+    with pytest.raises(PortError, match="not for a rank"):
+        await task
+    assert conn.closed
+
+
+async def test_an_engine_with_an_api_is_announced_a_secret_name_and_gets_the_tokens(
+    conn: Conn,
+) -> None:
+    made: Any = conn
+    submitter = Scripted()
+    hub = ExportHub(made, submitter)
+    assert hub.submits
+    export = hub.start(b"\0\0\0\0", epoch=3, send_from=0, salt="s", use_cache=True)
+    await asyncio.sleep(0)
+    assert submitter.asked == [(export.key, 3, "s", True)]
+    assert conn.take() == [PrefillStart(export.key, 3, 0, "s")]
+    assert len(export.key) > 16
+    submitter.result.set_result(None)
+    hub.on_end(PrefillEnd(export.key, 3, "done"))
+    assert isinstance(await export.next(), PrefillEnd)
+    assert export.task is not None
+    await asyncio.wait([export.task])
+    hub.close()
+
+
+async def test_what_the_api_refuses_ends_the_export_with_that_error(conn: Conn) -> None:
+    made: Any = conn
+    submitter = Scripted()
+    hub = ExportHub(made, submitter)
+    export = hub.start(b"\0\0\0\0", epoch=3, send_from=0, salt="", use_cache=True)
+    submitter.result.set_exception(Overloaded("too many", retry_after_s=1.0))
+    end = await export.next()
+    assert isinstance(end, PrefillEnd)
+    assert (end.status, end.reason) == ("failed", "overloaded: too many")
+    assert conn.take()[-1] == PrefillCancel(export.key, 3)
+    hub.on_end(PrefillEnd(export.key, 3, "cancelled"))
+    assert len(hub) == 0
+
+
+async def test_cancelling_and_closing_end_the_request_at_the_api(conn: Conn) -> None:
+    made: Any = conn
+    submitter = Scripted()
+    hub = ExportHub(made, submitter)
+    exports = [
+        hub.start(b"\0\0\0\0", epoch=3, send_from=0, salt="", use_cache=True) for _ in range(2)
+    ]
+    await asyncio.sleep(0)
+    exports[0].cancel()
+    hub.close()
+    tasks = [export.task for export in exports if export.task is not None]
+    await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)
+    with pytest.raises(EngineUnavailable):
+        await exports[1].next()

@@ -1,0 +1,159 @@
+"""vLLM's HTTP API: what is asked of it, what its errors mean, and that leaving aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from prfaas.errors import (
+    EngineUnavailable,
+    InvalidRequest,
+    Overloaded,
+    PrfaasError,
+    Unauthorized,
+    UnknownModel,
+)
+from prfaas.settings import VllmSettings
+from prfaas.testing.waiting import eventually
+from remote_prefill.vllm_api import EXPORT_PARAM, VllmApi
+
+TOKENS = np.arange(5, dtype="<i4").tobytes()
+KNOWN = {"choices": [{}], "kv_transfer_params": {EXPORT_PARAM: {"known": True}}}
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Server:
+    """A scripted vLLM on loopback."""
+
+    def __init__(self) -> None:
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[str | None] = []
+        self.status, self.answer = 200, json.dumps(KNOWN)
+        self.hold: asyncio.Event | None = None
+        self.aborted = 0
+        app = web.Application()
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/metrics", self._get)
+        app.router.add_get("/health", self._get)
+        self.runner = web.AppRunner(app, handler_cancellation=True)
+
+    async def start(self) -> str:
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", 0)
+        await site.start()
+        return f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        self.headers.append(request.headers.get("Authorization"))
+        if self.hold is not None:
+            try:
+                await self.hold.wait()
+            except asyncio.CancelledError:
+                self.aborted += 1
+                raise
+        return web.Response(status=self.status, text=self.answer)
+
+    async def _get(self, request: web.Request) -> web.Response:
+        self.headers.append(request.headers.get("Authorization"))
+        return web.Response(status=self.status, text=self.answer)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    made = Server()
+    yield made
+    await made.runner.cleanup()
+
+
+@pytest.fixture
+async def api(server: Server) -> AsyncIterator[VllmApi]:
+    made = VllmApi(VllmSettings(url=f"{await server.start()}/", api_key="secret"))
+    yield made
+    await made.close()
+
+
+async def test_a_prefill_asks_for_one_token_under_the_session_s_key(
+    api: VllmApi, server: Server
+) -> None:
+    export = {"session": "x1", "epoch": 2}
+    await api.prefill("m", TOKENS, salt="s", export=export)
+    (body,) = server.bodies
+    assert body == {
+        "model": "m", "prompt": [0, 1, 2, 3, 4], "max_tokens": 1, "temperature": 0.0,
+        "ignore_eos": True, "cache_salt": "s", "kv_transfer_params": {EXPORT_PARAM: export},
+    }  # fmt: skip
+    assert server.headers == ["Bearer secret"]
+
+
+async def test_without_a_salt_none_is_sent_and_the_probe_has_one_of_its_own(
+    api: VllmApi, server: Server
+) -> None:
+    await api.prefill("m", TOKENS)
+    await api.prefill("m", TOKENS, use_cache=False)
+    await api.prefill("m", TOKENS, use_cache=False)
+    assert "cache_salt" not in server.bodies[0]
+    salts = {body["cache_salt"] for body in server.bodies[1:]}
+    assert len(salts) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        (400, InvalidRequest), (401, Unauthorized), (404, UnknownModel), (422, InvalidRequest),
+        (429, Overloaded), (500, EngineUnavailable), (503, Overloaded),
+    ],
+)  # fmt: skip
+async def test_errors_come_out_as_ours(
+    api: VllmApi, server: Server, status: int, error: type[PrfaasError]
+) -> None:
+    server.status, server.answer = status, json.dumps({"error": {"message": "the reason"}})
+    with pytest.raises(error, match="the reason"):
+        await api.prefill("m", TOKENS)
+    server.answer = "<html>not json"
+    with pytest.raises(error):
+        await api.metrics()
+    assert not await api.healthy()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"choices": [{}]},
+        {"kv_transfer_params": None},
+        {"kv_transfer_params": {EXPORT_PARAM: {"known": False}}},
+        [1],
+    ],
+)
+async def test_a_server_that_is_not_the_engine_on_the_port_is_found_out(
+    api: VllmApi, server: Server, answer: Any
+) -> None:
+    server.answer = json.dumps(answer)
+    await api.prefill("m", TOKENS)
+    with pytest.raises(EngineUnavailable, match="not the engine on the port"):
+        await api.prefill("m", TOKENS, export={"session": "x1", "epoch": 1})
+
+
+async def test_cancelling_aborts_the_request_at_vllm(api: VllmApi, server: Server) -> None:
+    server.hold = asyncio.Event()
+    task = asyncio.create_task(api.prefill("m", TOKENS))
+    await eventually(lambda: server.bodies)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await eventually(lambda: server.aborted == 1)
+
+
+async def test_a_server_that_is_not_there_is_unavailable() -> None:
+    api = VllmApi(VllmSettings(url="http://127.0.0.1:9"))
+    with pytest.raises(EngineUnavailable, match="cannot be reached"):
+        await api.prefill("m", TOKENS)
+    with pytest.raises(EngineUnavailable, match="cannot be reached"):
+        await api.metrics()
+    assert not await api.healthy()
+    await api.close()
