@@ -152,10 +152,10 @@ def base_class(version: FakeVersion) -> type:
     def three(self: Any, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         two(self, vllm_config, role)
 
-    @abc.abstractmethod
+    @abc.abstractmethod  # type: ignore[misc]
     def sure(self: Any, request: Any, num_computed_tokens: int) -> tuple[int, bool]: ...
 
-    @abc.abstractmethod
+    @abc.abstractmethod  # type: ignore[misc]
     def unsure(self: Any, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]: ...
 
     def nothing(self: Any, *args: Any) -> None: ...

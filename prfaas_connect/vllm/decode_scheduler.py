@@ -2,7 +2,8 @@
 
 A request waits as "unknown" (None) while its transfer runs, claims blocks once its KV is staged,
 and is loaded by the worker over the steps that follow. What the agent refuses claims one block,
-whose load then fails, which is how a connector ends a request.
+whose load then fails, which is how a connector ends a request. (vLLM admits it, like any other,
+once its whole prompt would fit into free blocks.)
 """
 
 from __future__ import annotations
@@ -40,9 +41,6 @@ wait, and an unanswered one would cost a core."""
 class Port(Protocol):
     """What is needed of `EnginePort`."""
 
-    @property
-    def welcome(self) -> Welcome | None: ...
-
     def send(self, message: PortMessage, blob: bytes | memoryview = b"") -> bool: ...
 
 
@@ -77,6 +75,7 @@ class _Transfer:
     """Tokens [have, end) lie in staging."""
     offset: int = 0
     chunk_tokens: int = 0
+    connection: str = ""
     blocks: frozenset[int] = frozenset()
     holds_staging: bool = False
     loaded: int = 0
@@ -122,6 +121,8 @@ class DecodeScheduler:
         self._seen: set[str] = set()
         """Requests that are not over: each is asked for once, whatever vLLM asks later."""
         self._plan = DecodePlan()
+        self._welcome: Welcome | None = None
+        """Of the connection that the news read so far are of; the port may be further."""
         self._news: deque[FetchDone | Welcome | str] = deque()
         self._arrived = threading.Event()
 
@@ -203,6 +204,7 @@ class DecodeScheduler:
                 Load(
                     transfer.request_id,
                     transfer.session,
+                    transfer.connection,
                     list(block_ids),
                     first,
                     transfer.have,
@@ -226,9 +228,9 @@ class DecodeScheduler:
             if transfer.phase is Phase.NEW and transfer.computed >= 0:
                 self._ask(transfer)
         plan, self._plan = self._plan, DecodePlan()
-        welcome = self._port.welcome
-        if welcome is not None:
-            plan.connection, plan.verify = welcome.connection, welcome.verify_import
+        if self._welcome is not None:
+            plan.connection = self._welcome.connection
+            plan.verify = self._welcome.verify_import
         if not (plan or scheduled_tokens or self._loading) and self._waiting:
             self._arrived.wait(self._idle_wait_s)
         return plan
@@ -238,12 +240,10 @@ class DecodeScheduler:
         for transfer in self._loading.values():
             transfer.failed |= not transfer.blocks.isdisjoint(bad_blocks)
         for request_id in done:
-            transfer = self._loading.pop(request_id, None)
-            if transfer is not None:
-                result = (
-                    "failed" if transfer.failed else "aborted" if transfer.cancelled else "imported"
-                )
-                self._release(transfer, result, digests.get(transfer.session, ""))
+            ended = self._loading.pop(request_id, None)
+            if ended is not None:
+                result = "failed" if ended.failed else "aborted" if ended.cancelled else "imported"
+                self._release(ended, result, digests.get(ended.session, ""))
 
     def finished(self, request: Any) -> None:
         """vLLM is done with a request, however it ended."""
@@ -296,7 +296,10 @@ class DecodeScheduler:
             news = self._news.popleft()
             if isinstance(news, FetchDone):
                 self._done(news)
-            elif isinstance(news, str):
+            elif isinstance(news, Welcome):
+                self._welcome = news
+            else:
+                self._welcome = None
                 self._void(news)
 
     def _done(self, done: FetchDone) -> None:
@@ -319,7 +322,7 @@ class DecodeScheduler:
 
     def _place(self, transfer: _Transfer, done: FetchDone) -> bool:
         """Where the staged tensors lie; False if the message contradicts itself or the request."""
-        welcome = self._port.welcome
+        welcome = self._welcome
         end = transfer.want if done.status == "staged" else done.token_end
         if welcome is None or done.chunk_tokens < 1 or not transfer.have < end <= transfer.want:
             return False
@@ -327,7 +330,7 @@ class DecodeScheduler:
         if done.staging_offset < 0 or done.staging_offset + nbytes > welcome.staging_bytes:
             return False
         transfer.end, transfer.offset = end, done.staging_offset
-        transfer.chunk_tokens = done.chunk_tokens
+        transfer.chunk_tokens, transfer.connection = done.chunk_tokens, welcome.connection
         return True
 
     def _usable_end(self, transfer: _Transfer) -> int:

@@ -48,7 +48,6 @@ class Staging(Protocol):
 @dataclass(slots=True, eq=False)
 class _Job:
     load: Load
-    connection: str
     since_s: float
     extents: Iterator[Extent]
     staged: Bytes | None = None
@@ -89,6 +88,7 @@ class DecodeWorker:
         self._whole = whole
         self._settle = settle
         self._clock = clock
+        self._connection = ""
         self._jobs: deque[_Job] = deque()
         self._report = Report()
 
@@ -98,9 +98,10 @@ class DecodeWorker:
     def follow(self, plan: DecodePlan) -> None:
         """Take over what the scheduler says; before anything is computed in this step."""
         self._port.use(plan.connection)
+        self._connection = plan.connection or self._connection
         for load in plan.loads:
             extents = self._layout.extents(load.have, load.staged_end, load.chunk_tokens)
-            job = _Job(load, plan.connection, self._clock(), extents)
+            job = _Job(load, self._clock(), extents)
             all_of_it = (load.start, load.end) == (load.have, load.staged_end)
             if plan.verify and self._whole and all_of_it:
                 job.digest = hashlib.blake2b(digest_size=16)
@@ -133,9 +134,10 @@ class DecodeWorker:
         load = job.load
         if job.staged is None:
             nbytes = self._layout.session_bytes(load.have, load.staged_end)
-            job.staged = self._port.staging(job.connection, load.offset, nbytes)
+            job.staged = self._port.staging(load.connection, load.offset, nbytes)
             if job.staged is None:
-                if self._clock() - job.since_s > JOIN_TIMEOUT_S:
+                late = self._clock() - job.since_s > JOIN_TIMEOUT_S
+                if late or load.connection != self._connection:
                     raise PortError("the agent's memory cannot be reached")
                 return budget
         while budget > 0:

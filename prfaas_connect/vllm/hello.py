@@ -48,12 +48,12 @@ class Options:
                 raise LayoutError(
                     f"kv_connector_extra_config.{name} is unknown; known are {sorted(kinds)}"
                 )
-            wanted = int if kinds[name] == "int" else str
+            wanted: type = int if kinds[name] == "int" else str
             if type(value) is not wanted:
                 raise LayoutError(
                     f"kv_connector_extra_config.{name} must be {wanted.__name__}, not {value!r}"
                 )
-            if wanted is int and value < 1:
+            if type(value) is int and value < 1:
                 raise LayoutError(f"kv_connector_extra_config.{name} must be positive")
         if not given.get("socket"):
             raise LayoutError(
@@ -144,7 +144,7 @@ def _tokenizer_file(model: Any) -> Path | None:
     local = Path(model.tokenizer) / "tokenizer.json"
     if local.is_file():
         return local
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     found = cached_file(
         model.tokenizer,

@@ -15,6 +15,8 @@ class Load:
 
     request_id: str
     session: str
+    connection: str
+    """`Welcome.connection` in whose memory the extent lies."""
     block_ids: list[int]
     first_block: int
     """Index of the first block that is this request's alone."""
@@ -31,7 +33,7 @@ class DecodePlan:
     """Of one step, in this order: `cancels`, `failures`, `loads`."""
 
     connection: str = ""
-    """`Welcome.connection` whose memory the loads are in."""
+    """`Welcome.connection` of now; loads may be of an earlier one."""
     verify: bool = False
     """Send back the digest of what was loaded."""
     loads: list[Load] = field(default_factory=list)

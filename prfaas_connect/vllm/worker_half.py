@@ -101,7 +101,6 @@ class WorkerHalf:
 
     def bind(self, metadata: PrfaasMetadata) -> None:
         """The scheduler's word for this step, before anything is computed in it."""
-        self._port.use(metadata.decode.connection)
         if self._decode is not None:
             self._decode.follow(metadata.decode)
         if self._prefill is not None:

@@ -28,11 +28,11 @@ WELCOME = Welcome(PORT_VERSION, "agent", 1024, 100_000, True, "c1")
 class Port:
     """Keeps what was sent."""
 
-    welcome: Welcome | None = WELCOME
+    up: bool = True
     sent: list[PortMessage] = field(default_factory=list)
 
     def send(self, message: PortMessage, blob: bytes | memoryview = b"") -> bool:
-        if self.welcome is None:
+        if not self.up:
             return False
         self.sent.append(message)
         return True
@@ -63,6 +63,7 @@ class Bench:
             cached_tokens=None if cached is None else (lambda _: cached),
             idle_wait_s=0.0,
         )
+        self.scheduler.connected(WELCOME)
 
     def add(self, one: Request, computed: int = 0) -> None:
         """A request comes, vLLM asks for it once and plans a step."""
@@ -109,7 +110,7 @@ def test_a_request_waits_until_its_kv_is_staged_and_is_loaded_once() -> None:
     assert (load.request_id, load.start, load.end) == ("r", 0, 21)
     assert (load.have, load.staged_end, load.offset, load.chunk_tokens) == (0, 21, 64, 8)
     assert load.block_ids == [10, 11, 12, 13, 14, 15]
-    assert (plan.connection, plan.verify) == ("c1", True)
+    assert (load.connection, plan.connection, plan.verify) == ("c1", "c1", True)
     assert bench.sent(Release) == []
 
     bench.scheduler.loaded({"r"}, set(), {"e-1": "digest"})
@@ -309,7 +310,7 @@ def test_when_the_agent_goes_those_who_wait_go_on_alone_and_loads_run_on() -> No
     bench.answer("refused", 4)
     bench.claim(loads)
     bench.scheduler.plan(0)
-    bench.port.welcome = None
+    bench.port.up = False
     bench.scheduler.disconnected("killed")
     assert bench.scheduler.matched_tokens(waits, 0) == (0, False)
     assert bench.scheduler.matched_tokens(staged, 0) == (0, False)
@@ -320,9 +321,20 @@ def test_when_the_agent_goes_those_who_wait_go_on_alone_and_loads_run_on() -> No
     assert len(bench.scheduler) == 0
 
 
+def test_a_load_names_the_memory_it_is_in_whatever_the_port_has_by_then() -> None:
+    bench, one = Bench(), request()
+    bench.add(one)
+    bench.answer("staged")
+    bench.claim(one)
+    bench.scheduler.disconnected("killed")
+    bench.scheduler.connected(Welcome(PORT_VERSION, "agent", 1024, 100_000, True, "c2"))
+    plan = bench.scheduler.plan(0)
+    assert (plan.loads[0].connection, plan.connection) == ("c1", "c2")
+
+
 def test_without_an_agent_requests_are_served_alone() -> None:
     bench, one = Bench(), request()
-    bench.port.welcome = None
+    bench.port.up = False
     bench.add(one)
     assert bench.scheduler.matched_tokens(one, 0) == (0, False)
 

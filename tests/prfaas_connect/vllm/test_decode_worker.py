@@ -80,9 +80,19 @@ def numbers(tokens: int, seed: int = 0) -> npt.NDArray[np.float32]:
 
 
 def load_of(
-    table: list[int], have: int, staged_end: int, start: int, end: int, name: str = "r"
+    table: list[int],
+    have: int,
+    staged_end: int,
+    start: int,
+    end: int,
+    *,
+    name: str = "r",
+    connection: str = "c",
 ) -> Load:
-    return Load(name, f"s-{name}", table, start // BLOCK, have, staged_end, start, end, 64, CHUNK)
+    first = start // BLOCK
+    return Load(
+        name, f"s-{name}", connection, table, first, have, staged_end, start, end, 64, CHUNK
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,6 +201,14 @@ def test_memory_that_stays_out_of_reach_fails_the_load_without_writing() -> None
     assert not len(bench.worker)
 
 
+def test_memory_of_a_connection_that_is_over_fails_the_load_at_once() -> None:
+    bench, table = Bench(), [3, 4, 5]
+    bench.worker.follow(DecodePlan("c", loads=[load_of(table, 0, 9, 0, 9, connection="b")]))
+    bench.worker.step()
+    report = bench.worker.report()
+    assert (report.done, report.bad_blocks) == ({"r"}, {3, 4, 5})
+
+
 def test_memory_that_comes_into_reach_in_time_is_used() -> None:
     bench, kv, table = Bench(), numbers(9), [3, 4, 5]
     bench.agent.stage(kv, 0, 9, 64)
@@ -219,7 +237,7 @@ def test_a_load_that_has_begun_goes_on_when_the_agent_is_gone() -> None:
 def test_a_load_outside_staging_fails_and_the_next_is_done() -> None:
     bench, kv = Bench(), numbers(9)
     bench.agent.stage(kv, 0, 9, 64)
-    bad = Load("bad", "s", [1], 0, 0, 9, 0, 4, 1 << 16, CHUNK)
+    bad = Load("bad", "s", "c", [1], 0, 0, 9, 0, 4, 1 << 16, CHUNK)
     bench.worker.follow(DecodePlan("c", loads=[bad, load_of([3, 4, 5], 0, 9, 0, 9)]))
     bench.worker.step()
     report = bench.worker.report()
