@@ -94,14 +94,26 @@ class Asker:
 class Caller:
     """A client that may leave at any moment; owns one connection, `leave` or `with` closes it."""
 
-    def __init__(self, url: str, body: dict[str, Any], *, path: str = "/v1/completions") -> None:
+    def __init__(
+        self,
+        url: str,
+        body: dict[str, Any],
+        *,
+        path: str = "/v1/completions",
+        receive_bytes: int = 0,
+    ) -> None:
+        """`receive_bytes`: what the kernel may hold of the answer; 0: as much as it likes."""
         data = json.dumps(body).encode()
         where = urlsplit(url)
         head = (
             f"POST {path} HTTP/1.1\r\nhost: {where.netloc}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(data)}\r\n\r\n"
         )
-        self._sock = socket.create_connection((where.hostname, where.port), timeout=30)
+        self._sock = socket.socket()
+        self._sock.settimeout(30)
+        if receive_bytes:
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+        self._sock.connect((where.hostname, where.port))
         self._sock.sendall(head.encode() + data)
 
     def __enter__(self) -> Caller:

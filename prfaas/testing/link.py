@@ -29,6 +29,8 @@ _HORIZON_S = 0.003
 _LATE_S = 0.05
 """A backlogged sender loses no rate when the relay itself was not scheduled for so long."""
 
+_RECENT_S = 0.25
+
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1448, 65536
 _SOCKET_BUFFER_BYTES = 128 << 10
 """Small, so that a sender sees the link's pace and not megabytes of the kernel's buffers."""
@@ -136,10 +138,14 @@ class _Relayed:
     abort: Callable[[], None]
     active_s: float
     """Loop time at which bytes last came by."""
-    carried_bytes: int = 0
+    recent_bytes: float = 0.0
+    """Carried of late, as of `active_s`."""
     forgotten: bool = False
     """The middle box has dropped it and tells nobody: all that still comes is lost."""
     ended_ways: int = 0
+
+    def recent(self, now: float) -> float:
+        return self.recent_bytes * 0.5 ** ((now - self.active_s) / _RECENT_S)
 
 
 class Way(enum.StrEnum):
@@ -244,15 +250,16 @@ class BendableLink:
         return len(dropped)
 
     def drop_busiest(self) -> int:
-        """Reset the one connection that has carried most; how many there were."""
+        """Reset the one connection that has carried most of late; how many there were."""
+        now = asyncio.get_running_loop().time()
         open_now = list(self._connections.values())
         if open_now:
-            max(open_now, key=lambda connection: connection.carried_bytes).abort()
+            max(open_now, key=lambda connection: connection.recent(now)).abort()
         return len(open_now)
 
     def cut_after(self, nbytes: int) -> None:
-        """Reset all connections once so many more bytes have come down."""
-        self._cut_at_bytes = self.down.carried_bytes + nbytes
+        """Reset all connections once so many more bytes have come down; 0: not after all."""
+        self._cut_at_bytes = self.down.carried_bytes + nbytes if nbytes else 0
 
     async def aclose(self) -> None:
         """Stop listening, then reset what is open."""
@@ -331,8 +338,8 @@ class BendableLink:
             due = await way.send(len(data), now - before < 1e-4)
             if self.forget_idle_s and now - connection.active_s > self.forget_idle_s:
                 connection.forgotten = True
+            connection.recent_bytes = connection.recent(now) + len(data)
             connection.active_s = now
-            connection.carried_bytes += len(data)
             if connection.forgotten:
                 _forget(data, connection)
             elif not data or not way.blackhole:

@@ -94,11 +94,11 @@ class LinkProcess:
         return int(str((await self._command("drop"))["dropped"]))
 
     async def drop_busiest(self) -> None:
-        """Reset the one connection that has carried most."""
+        """Reset the one connection that has carried most of late."""
         await self._command("drop_busiest")
 
     async def cut_after(self, nbytes: int) -> None:
-        """Reset all connections once so many more bytes have come down."""
+        """Reset all connections once so many more bytes have come down; 0: not after all."""
         await self._command(f"cut_after {nbytes}")
 
     async def stats(self) -> LinkStats:

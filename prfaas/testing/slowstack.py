@@ -34,7 +34,9 @@ LIMITS = {
     "drain_timeout_s": 6.0,
     "fallback_budget_tokens": BUDGET_TOKENS,
 }
+BATCH = 8
 ENGINE = {
+    "max_batch": BATCH,
     "chunk_tokens": CHUNK,
     "kv_memory_bytes": 16 << 20,
     "max_context": 4096,

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from prfaas.testing.link import LinkShape
+from prfaas.testing.link import LinkShape, Way
 from prfaas.testing.stack import RunningStack
 
 PROCESSES = ("p-agent", "p-engine", "d-agent")
@@ -37,9 +37,12 @@ class Faults:
             "kill": (5, self._kill),
             "drain": (1, self._drain),
             "stop": (4, self._stop),
-            "cut": (4, self._cut),
+            "cut": (3, self._cut),
+            "cut one lane": (3, self._cut_lane),
+            "cut later": (2, self._cut_later),
             "stall": (3, self._stall),
-            "blackhole": (2, self._blackhole),
+            "blackhole": (3, self._blackhole),
+            "forget idle": (1, self._forget),
             "corrupt": (5, self._corrupt),
             "refuse": (2, self._refuse),
             "thin link": (3, self._thin),
@@ -105,10 +108,25 @@ class Faults:
         self._hold("stall", 0.1, 3.0)
         self._stack.bend(lambda link: link.stall(False))
 
+    def _cut_lane(self) -> None:
+        self.counts["cut one lane"] += 1
+        self._stack.bend(lambda link: link.drop_busiest())
+
+    def _cut_later(self) -> None:
+        nbytes = self._rng.randrange(1, 2_000_000)
+        self.counts["cut later"] += 1
+        self._stack.bend(lambda link: link.cut_after(nbytes))
+
     def _blackhole(self) -> None:
-        self._stack.bend(lambda link: link.blackhole(True))
-        self._hold("blackhole", 0.1, 2.0)
+        way = self._rng.choice(list(Way))
+        self._stack.bend(lambda link: link.blackhole(True, way))
+        self._hold(f"blackhole {way}", 0.1, 2.0)
         self._stack.bend(lambda link: link.blackhole(False))
+
+    def _forget(self) -> None:
+        self._stack.bend(lambda link: link.forget_idle(0.5))
+        self._hold("forget idle", 1.0, 3.0)
+        self._stack.bend(lambda link: link.forget_idle(0.0))
 
     def _corrupt(self) -> None:
         chunks = self._rng.choice((1, 1, 3))

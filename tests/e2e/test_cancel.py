@@ -6,8 +6,9 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from prfaas.settings import load_settings
 from prfaas.testing.asking import Asker, Caller, make_prompt
 from prfaas.testing.footprint import growth, sizes, wait_nothing_held
 from prfaas.testing.link import LinkShape
-from prfaas.testing.slowstack import ENGINE, LINK, MANY_TOKENS, TOKENS, is_recovered
-from prfaas.testing.stack import RunningStack, running_stack
+from prfaas.testing.slowstack import BATCH, ENGINE, LINK, MANY_TOKENS, TOKENS, is_recovered
+from prfaas.testing.stack import RunningStack, running_stack, wait_until
 from prfaas.transfer import PARAMS_VERSION, PlanStep, TransferParams, sign
 
 STOPPED_WITHIN_S = 2.0
 """A second to stop, and what the feeds take to say so."""
+D_SESSIONS, P_SESSIONS = "prfaas_agent_open_sessions", "prfaas_prefill_open_sessions"
 
 
 def body_of(prompt: list[int], **fields: Any) -> dict[str, Any]:
@@ -40,46 +42,130 @@ def body_of(prompt: list[int], **fields: Any) -> dict[str, Any]:
 # --- clients that leave ---
 
 
-def at_once(stack: RunningStack, asker: Asker) -> Caller:
+def start(stack: RunningStack, length: int, seed: str, **fields: Any) -> Caller:
+    return Caller(stack.stack.gateway_url, body_of(make_prompt(length, seed), **fields))
+
+
+@contextmanager
+def stopped(stack: RunningStack, name: str) -> Iterator[None]:
+    """A process stands still meanwhile."""
+    stack.signal(name, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        stack.signal(name, signal.SIGCONT)
+
+
+def wait_metric(stack: RunningStack, process: str, metric: str, value: float) -> None:
+    wait_until(
+        lambda: stack.metrics(process)[metric] == value, STOPPED_WITHIN_S, f"{metric} {value:g}"
+    )
+
+
+@contextmanager
+def at_once(stack: RunningStack, asker: Asker) -> Iterator[Caller]:
     """The gateway has just got the request."""
-    return Caller(stack.stack.gateway_url, body_of(make_prompt(TOKENS, "at once")))
+    with start(stack, TOKENS, "at once") as caller:
+        yield caller
 
 
-def while_p_computes(stack: RunningStack, asker: Asker) -> Caller:
+@contextmanager
+def while_p_says_nothing(stack: RunningStack, asker: Asker) -> Iterator[Caller]:
+    """OPEN is on its way, and there is no ACCEPT; D is free at once, P when it hears of it."""
+    with stopped(stack, "p-agent"), start(stack, TOKENS, "silent") as caller:
+        wait_metric(stack, "d-agent", D_SESSIONS, 1)
+        yield caller
+        wait_metric(stack, "d-agent", D_SESSIONS, 0)
+
+
+@contextmanager
+def while_p_computes(stack: RunningStack, asker: Asker) -> Iterator[Caller]:
     """P has taken the session, and its engine says nothing yet."""
-    stack.signal("p-engine", signal.SIGSTOP)
-    caller = Caller(stack.stack.gateway_url, body_of(make_prompt(TOKENS, "computes")))
-    time.sleep(0.3)
-    return caller
+    with stopped(stack, "p-engine"), start(stack, TOKENS, "computes") as caller:
+        wait_metric(stack, "p-agent", P_SESSIONS, 1)
+        yield caller
+        wait_metric(stack, "p-agent", P_SESSIONS, 0)
 
 
-def while_kv_arrives(stack: RunningStack, asker: Asker) -> Caller:
-    """A part of the KV is at D."""
-    caller = Caller(stack.stack.gateway_url, body_of(make_prompt(MANY_TOKENS, "arrives")))
-    asker.wait_moving(150_000)
-    return caller
+@contextmanager
+def while_kv_arrives(stack: RunningStack, asker: Asker) -> Iterator[Caller]:
+    """A part of the KV is at D, P still computes the rest."""
+    with start(stack, MANY_TOKENS, "arrives") as caller:
+        asker.wait_moving(150_000)
+        yield caller
 
 
-def while_d_decodes(stack: RunningStack, asker: Asker) -> Caller:
+@contextmanager
+def while_sealed_kv_arrives(stack: RunningStack, asker: Asker) -> Iterator[Caller]:
+    """P has computed everything and holds what is still to come."""
+    with start(stack, MANY_TOKENS, "sealed") as caller:
+        asker.wait_moving(150_000)
+        url = stack.stack.p_engine_url
+        wait_until(lambda: stack.integrity(url)["exporting"] == 0, 20, "P to have computed all")
+        assert stack.metrics("p-agent")[P_SESSIONS] == 1
+        yield caller
+
+
+@contextmanager
+def while_kv_is_staged(stack: RunningStack, asker: Asker) -> Iterator[Caller]:
+    """All KV lies in staging for D's engine, which has not taken it yet."""
+    with start(stack, TOKENS, "staged") as caller:
+        asker.wait_moving(150_000)
+        with stopped(stack, "d-engine"):
+            wait_until(
+                lambda: not stack.metrics("p-agent")[P_SESSIONS], 10, "everything to be at D"
+            )
+            assert stack.metrics("d-agent")["prfaas_agent_staging_used_bytes"] > 0
+            yield caller
+
+
+@contextmanager
+def while_waiting_for_a_place_at_d(stack: RunningStack, asker: Asker) -> Iterator[Caller]:
+    """D's batch is full of others."""
+    with ExitStack() as others:
+        for other in range(BATCH):
+            body = body_of(make_prompt(20, f"other/{other}"), max_tokens=1500, stream=True)
+            caller = others.enter_context(Caller(stack.stack.d_engine_url, body))
+            assert caller.read_some().startswith(b"HTTP/1.1 200")
+        caller = others.enter_context(start(stack, 300, "place"))
+        asker.wait_moving(100_000)
+        counts = wait_until(lambda: waits_at_d(stack), 10, "the request to wait at D")
+        assert counts["running"] == BATCH
+        yield caller
+        wait_until(lambda: not waits_at_d(stack), STOPPED_WITHIN_S, "the request to be gone")
+
+
+def waits_at_d(stack: RunningStack) -> dict[str, Any] | None:
+    counts = stack.integrity(stack.stack.d_engine_url)
+    idle = stack.metrics("p-agent")[P_SESSIONS] == 0
+    return counts if idle and counts["waiting"] + counts["waiting_kv"] else None
+
+
+@contextmanager
+def while_d_decodes(stack: RunningStack, asker: Asker) -> Iterator[Caller]:
     """Tokens are coming."""
-    body = body_of(make_prompt(200, "decodes"), max_tokens=3000, stream=True)
-    caller = Caller(stack.stack.gateway_url, body)
-    assert caller.read_some().startswith(b"HTTP/1.1 200")
-    return caller
+    with start(stack, 200, "decodes", max_tokens=3000, stream=True) as caller:
+        assert caller.read_some().startswith(b"HTTP/1.1 200")
+        yield caller
 
 
-def while_d_decodes_for_nobody_to_read(stack: RunningStack, asker: Asker) -> Caller:
+@contextmanager
+def while_d_decodes_for_nobody_to_read(stack: RunningStack, asker: Asker) -> Iterator[Caller]:
     """Tokens are coming and are not taken."""
-    body = body_of(make_prompt(200, "unread"), max_tokens=3000, stream=True)
-    caller = Caller(stack.stack.gateway_url, body)
-    time.sleep(1.0)
-    return caller
+    with start(stack, 200, "unread", max_tokens=3000, stream=True) as caller:
+        time.sleep(1.0)
+        yield caller
 
 
-PHASES: tuple[Callable[[RunningStack, Asker], Caller], ...] = (
+Phase = Callable[[RunningStack, Asker], AbstractContextManager[Caller]]
+PHASES: tuple[Phase, ...] = (
     at_once,
+    while_p_says_nothing,
     while_p_computes,
     while_kv_arrives,
+    while_sealed_kv_arrives,
+    while_kv_is_staged,
+    while_waiting_for_a_place_at_d,
     while_d_decodes,
     while_d_decodes_for_nobody_to_read,
 )
@@ -88,20 +174,39 @@ PHASES: tuple[Callable[[RunningStack, Asker], Caller], ...] = (
 @pytest.mark.parametrize("phase", PHASES, ids=lambda phase: phase.__name__)
 @pytest.mark.parametrize("reset", [False, True], ids=["closes", "resets"])
 def test_a_client_that_leaves_stops_the_work_on_both_sides(
-    slow: RunningStack, phase: Callable[[RunningStack, Asker], Caller], reset: bool
+    slow: RunningStack, phase: Phase, reset: bool
 ) -> None:
     with Asker(slow) as asker:
         with phase(slow, asker) as caller:
             caller.leave(reset=reset)
-        if phase is while_p_computes:
-            p_sessions = "prfaas_prefill_open_sessions"
-            deadline = time.monotonic() + STOPPED_WITHIN_S
-            while slow.metrics("p-agent")[p_sessions]:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
-            slow.signal("p-engine", signal.SIGCONT)
         wait_nothing_held(slow, STOPPED_WITHIN_S)
         is_recovered(slow, asker, f"{phase.__name__}/{reset}")
+
+
+def test_a_client_that_reads_nothing_slows_nobody_and_costs_no_memory(slow: RunningStack) -> None:
+    """Its tokens back up in bounded buffers, at the gateway and at D."""
+    prompts = [make_prompt(150, f"beside/{i}") for i in range(12)]
+    with Asker(slow) as asker, ExitStack() as readers:
+        for prompt in prompts:
+            asker.right(prompt)
+        took_s = [seconds_of(lambda p=p: asker.check(p, asker.ask(p))) for p in prompts[:4]]
+        before = sizes(slow)
+        body = body_of(make_prompt(20, "reader"), max_tokens=4000, stream=True, logprobs=5)
+        for _ in range(4):
+            readers.enter_context(Caller(slow.stack.gateway_url, body, receive_bytes=4096))
+        time.sleep(0.5)
+        beside_s = [seconds_of(lambda p=p: asker.check(p, asker.ask(p))) for p in prompts[4:]]
+        assert growth(before, sizes(slow), spare_fds=20) == []
+        assert sorted(beside_s)[len(beside_s) // 2] < 5 * max(took_s) + 1.0
+        readers.close()
+        wait_nothing_held(slow, STOPPED_WITHIN_S)
+        is_recovered(slow, asker, "unread")
+
+
+def seconds_of(act: Callable[[], object]) -> float:
+    began = time.monotonic()
+    act()
+    return time.monotonic() - began
 
 
 def test_counts_are_back_after_hundreds_of_clients_that_left(slow: RunningStack) -> None:

@@ -51,6 +51,41 @@ def test_p_dies_midway_and_is_not_there_when_d_starts(slow: RunningStack) -> Non
         is_recovered(slow, asker, "p")
 
 
+def test_ps_agent_starts_anew_midway(slow: RunningStack) -> None:
+    """The new process knows nothing of the session: what is whole at D is kept, the rest asked for
+    again or computed at D.
+    """
+    with Asker(slow) as asker:
+        prompt = make_prompt(TOKENS, "anew")
+        asking = asker.start(prompt)
+        asker.wait_moving(600_000)
+        slow.kill("p-agent")
+        slow.restart("p-agent")
+        outcome = asker.check(prompt, asking.result(30))["outcome"]
+        assert (outcome["status"], outcome["reason"]) in (
+            ("staged", ""),
+            ("partial", "peer_unavailable"),
+            ("partial", "session_lost"),
+        )
+        assert outcome["received_tokens"] > 0
+        is_recovered(slow, asker, "anew")
+
+
+def test_ds_agent_starts_anew_midway(slow: RunningStack) -> None:
+    """D's engine goes on alone, P frees what was for the old process, and the new one pairs."""
+    with Asker(slow) as asker:
+        prompt = make_prompt(TOKENS, "d-agent anew")
+        asking = asker.start(prompt)
+        asker.wait_moving(300_000)
+        slow.kill("d-agent")
+        slow.restart("d-agent")
+        answer = asking.result(30)
+        assert answer.status == 200
+        assert answer.token_ids == asker.right(prompt)
+        wait_p_free(slow, LEASE_S + 1)
+        is_recovered(slow, asker, "d-agent anew")
+
+
 def test_ds_agent_dies_midway_and_p_frees_what_was_for_it(slow: RunningStack) -> None:
     with Asker(slow) as asker:
         prompt = make_prompt(TOKENS, "d-agent")

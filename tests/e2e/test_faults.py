@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 
 from prfaas.testing.asking import Asker, make_prompt
+from prfaas.testing.link import Way
 from prfaas.testing.slowstack import (
     BUDGET_TOKENS,
     CHUNK,
     FIRST_FRAME_S,
+    LEASE_S,
     MANY_TOKENS,
     PROGRESS_S,
     TOKENS,
@@ -32,6 +34,7 @@ Bend = Callable[[RunningStack, bool], object]
 BENDS: dict[str, Bend] = {
     "stalled": lambda stack, on: stack.bend(lambda link: link.stall(on)),
     "blackholed": lambda stack, on: stack.bend(lambda link: link.blackhole(on)),
+    "blackholed down": lambda stack, on: stack.bend(lambda link: link.blackhole(on, Way.DOWN)),
     "p-agent stopped": lambda stack, on: stack.signal(
         "p-agent", signal.SIGSTOP if on else signal.SIGCONT
     ),
@@ -86,6 +89,78 @@ def test_a_transfer_that_is_cut_goes_on_and_little_is_sent_twice(slow: RunningSt
         is_recovered(slow, asker, "cut")
 
 
+def test_one_lane_that_is_cut_costs_only_what_was_on_it(slow: RunningStack) -> None:
+    prompt = make_prompt(TOKENS, "lane")
+    counters = {
+        name: f'prfaas_agent_{name}_total{{instance="p-0",peer="p"}}'
+        for name in ("wasted_bytes", "resumes", "lanes_opened")
+    }
+    with Asker(slow) as asker:
+        before = slow.metrics("d-agent")
+        asking = asker.start(prompt)
+        asker.wait_moving(300_000)
+        slow.bend(lambda link: link.drop_busiest())
+        outcome = asker.check(prompt, asking.result(30))["outcome"]
+        assert (outcome["status"], outcome["reason"]) == ("staged", "")
+        wait_until(
+            lambda: (
+                slow.metrics("d-agent")[counters["lanes_opened"]]
+                == before[counters["lanes_opened"]] + 1
+            ),
+            5,
+            "the lane to come back",
+        )
+        after = slow.metrics("d-agent")
+        assert after[counters["resumes"]] == before.get(counters["resumes"], 0.0)
+        wasted = after[counters["wasted_bytes"]] - before.get(counters["wasted_bytes"], 0.0)
+        assert wasted < 0.05 * outcome["wire_bytes"]
+        is_recovered(slow, asker, "lane")
+
+
+def test_cuts_at_any_byte_of_a_transfer_leave_it_whole(slow: RunningStack) -> None:
+    with Asker(slow) as asker:
+        for nbytes in (1, 700, 40_000, 300_000, 900_000):
+            prompt = make_prompt(TOKENS, f"cut after {nbytes}")
+            asker.right(prompt)
+            slow.bend(lambda link, nbytes=nbytes: link.cut_after(nbytes))
+            outcome = asker.outcome(prompt)
+            assert outcome is None or outcome["status"] in ("staged", "partial", "local")
+            slow.bend(lambda link: link.cut_after(0))
+            is_recovered(slow, asker, f"cut after {nbytes}")
+
+
+def test_acks_that_are_lost_leave_an_exact_answer_and_p_frees_by_its_lease(
+    slow: RunningStack,
+) -> None:
+    """Only the way up loses everything: KV goes on for as long as the credit is enough."""
+    prompt = make_prompt(TOKENS, "acks")
+    with Asker(slow) as asker:
+        asking = asker.start(prompt)
+        asker.wait_moving(300_000)
+        slow.bend(lambda link: link.blackhole(True, Way.UP))
+        try:
+            outcome = asker.check(prompt, asking.result(30))["outcome"]
+            assert outcome["status"] in ("staged", "partial")
+            wait_until(
+                lambda: slow.metrics("p-agent")["prfaas_prefill_open_sessions"] == 0,
+                LEASE_S + 2,
+                "P to free the session",
+            )
+        finally:
+            slow.bend(lambda link: link.blackhole(False))
+        is_recovered(slow, asker, "acks")
+
+
+def test_connections_that_a_nat_forgot_are_replaced(slow: RunningStack) -> None:
+    """Idle lanes are silently gone: the next transfer runs into it, and the one after does not."""
+    with Asker(slow) as asker:
+        slow.bend(lambda link: link.forget_idle(1.0))  # under the keep-alive
+        time.sleep(2.0)
+        asker.outcome(make_prompt(300, "forgotten"))
+        slow.bend(lambda link: link.forget_idle(0.0))
+        is_recovered(slow, asker, "forgotten")
+
+
 @pytest.mark.parametrize("victim", ["p-agent", "p-engine"])
 def test_silence_before_the_first_frame_ends_with_its_phase(
     slow: RunningStack, victim: str
@@ -119,10 +194,30 @@ def test_a_peer_that_is_refused_or_gone_is_not_asked_and_is_counted(slow: Runnin
                 assert record["outcome"] is None
         finally:
             slow.bend(lambda link: link.refuse(False))
-        metrics = slow.metrics("gateway")
-        counted = [v for k, v in metrics.items() if k.startswith("prfaas_gateway_fallbacks_total")]
-        assert sum(counted) >= 3
+        assert sum(fallbacks(slow).values()) >= 3
         is_recovered(slow, asker, "refused")
+
+
+def test_a_prompt_that_is_at_d_by_then_is_told_as_such_and_is_no_fallback(
+    slow: RunningStack,
+) -> None:
+    """The second of two that come together waits for the first one's KV, and needs nothing more."""
+    prompt = make_prompt(20 * CHUNK + 1, "twins")
+    with Asker(slow) as asker:
+        asker.right(prompt)
+        before = fallbacks(slow)
+        asking = [asker.start(prompt) for _ in range(2)]
+        outcomes = [asker.check(prompt, each.result(30))["outcome"] for each in asking]
+        ends = {(outcome["status"], outcome["reason"]): outcome for outcome in outcomes}
+        assert set(ends) == {("staged", ""), ("local", "prefix_at_d")}
+        had = ends["local", "prefix_at_d"]
+        assert had["have_tokens"] == had["want_tokens"] == 20 * CHUNK
+        assert fallbacks(slow) == before
+
+
+def fallbacks(stack: RunningStack) -> dict[str, float]:
+    metrics = stack.metrics("gateway")
+    return {k: v for k, v in metrics.items() if k.startswith("prfaas_gateway_fallbacks_total")}
 
 
 def test_flipped_bits_on_the_wire_are_found_and_never_seen(slow: RunningStack) -> None:
