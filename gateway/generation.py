@@ -40,7 +40,7 @@ from prfaas.errors import (
     UnknownModel,
 )
 from prfaas.hashing import cache_salt
-from prfaas.interfaces import RoutingPolicy
+from prfaas.interfaces import LearningPolicy, RoutingPolicy
 from prfaas.limits import Limits
 from prfaas.settings import GatewaySettings
 from prfaas.snapshot import Decision, Outcome, Reason, RequestFacts, Target
@@ -88,6 +88,7 @@ class Generation:
         self._limits = limits
         self._policy = policy
         self._policy_state = policy.initial_state()
+        self._learner = policy if isinstance(policy, LearningPolicy) else None
         self._view = view
         self._tokeniser = tokeniser
         self._tokenizer_check = tokenizer_check
@@ -282,6 +283,10 @@ class Generation:
         assert record.snapshot is not None
         record.policy, record.policy_state = self._policy.name, self._policy_state
         decision = self._policy.decide(record.facts, record.snapshot, self._policy_state)
+        if self._learner is not None:
+            self._policy_state = self._learner.saw(
+                self._policy_state, record.facts, record.snapshot
+            )
         if client_params is not None and client_params.plan:
             plan = tuple((step.peer, step.instance) for step in client_params.plan)
             decision = replace(

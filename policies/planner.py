@@ -131,6 +131,11 @@ class Queues:
         found[Stage.DECODE] = _share(busy, slots)
         return found
 
+    def stable_rate(self, ease: _Ease = _NO_EASE) -> float:
+        """The rate at which the first stage cannot keep up; 0 where one never can."""
+        busiest = max(self.utilisation(1.0, ease).values())
+        return 1 / busiest if 0 < busiest < float("inf") else 0.0
+
     def holds(self, rate: float, objectives: Objectives, ease: _Ease = _NO_EASE) -> bool:
         """Whether all objectives hold at a rate."""
         parts = self._parts(rate, ease)
@@ -142,9 +147,8 @@ class Queues:
 
     def best_rate(self, objectives: Objectives, ease: _Ease = _NO_EASE) -> float:
         """The highest rate at which they hold; 0 where none does."""
-        busiest = max(self.utilisation(1.0, ease).values())
-        low, high = 0.0, 1 / busiest if busiest > 0 else 0.0
-        if not np.isfinite(busiest) or not self.holds(high * 1e-6, objectives, ease):
+        low, high = 0.0, self.stable_rate(ease)
+        if high <= 0 or not self.holds(high * 1e-6, objectives, ease):
             return 0.0
         for _ in range(RATE_STEPS):
             middle = (low + high) / 2
@@ -252,8 +256,15 @@ def best_plan(
     """
     batch = largest_batch(fleet, mix, objectives)
     best: tuple[float, Queues] | None = None
-    for split in _splits(fleet, mix, prefill_instances):
-        queues = Queues(fleet, mix, split, batch)
+    candidates = [
+        (queues.stable_rate(), queues)
+        for split in _splits(fleet, mix, prefill_instances)
+        for queues in (Queues(fleet, mix, split, batch),)
+    ]
+    candidates.sort(key=lambda candidate: -candidate[0])
+    for bound, queues in candidates:
+        if best is not None and bound <= best[0]:
+            break  # not even without any objective
         rate = queues.best_rate(objectives)
         if rate > 0 and (best is None or rate > best[0]):
             best = rate, queues

@@ -118,8 +118,11 @@ class PrefixCache:
         return len(new) * spec.state_tokens
 
     def _evict(self, capacity: int) -> None:
-        held = self._blocks
-        while self._tokens > capacity and held:
-            _, state = held.popitem(last=False)
-            self._tokens -= BLOCK_TOKENS + (self._spec.state_tokens if state else 0)
-            self.evicted_blocks += 1
+        oldest, weight = self._blocks.popitem, self._spec.state_tokens
+        before = len(self._blocks)
+        tokens = self._tokens
+        # What is held weighs `tokens` in all, so this ends before there is nothing left.
+        while tokens > capacity:
+            tokens -= BLOCK_TOKENS + weight if oldest(False)[1] else BLOCK_TOKENS
+        self._tokens = tokens
+        self.evicted_blocks += before - len(self._blocks)

@@ -8,14 +8,30 @@ from typing import Any
 
 from policies.always_local import AlwaysLocal
 from policies.always_remote import AlwaysRemote
+from policies.balanced_random import BalancedRandom
 from policies.least_ttft import LeastTtft
 from policies.length_threshold import LengthThreshold
+from policies.local_first import LocalFirst
+from policies.paper import PaperScheduler
+from policies.uncached_ratio import UncachedRatio
 from prfaas.errors import ConfigError
 from prfaas.interfaces import RoutingPolicy
 from prfaas.settings import PolicySettings
 
 POLICIES: Mapping[str, Callable[[PolicySettings], RoutingPolicy[Any]]] = MappingProxyType(
-    {cls.name: cls for cls in (AlwaysLocal, AlwaysRemote, LeastTtft, LengthThreshold)}
+    {
+        cls.name: cls
+        for cls in (
+            AlwaysLocal,
+            AlwaysRemote,
+            BalancedRandom,
+            LeastTtft,
+            LengthThreshold,
+            LocalFirst,
+            PaperScheduler,
+            UncachedRatio,
+        )
+    }
 )
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import click
 from pydantic import ValidationError
 
+from prfaas.cli_planning import COMMANDS
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.settings import Settings, load_settings, validation_message
 
@@ -221,6 +222,10 @@ def config_check(file: Path) -> None:
     """Check FILE, with the environment applied, as a process would read it."""
     load_settings(file)
     click.echo(f"{file}: ok")
+
+
+for _command in COMMANDS:
+    cli.add_command(_command)
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,15 @@ class RoutingPolicy(Protocol[State]):
     def decide(self, request: RequestFacts, snapshot: Snapshot, state: State) -> Decision: ...
 
     def observe(self, state: State, outcome: Outcome) -> State: ...
+
+
+@runtime_checkable
+class LearningPolicy(RoutingPolicy[State], Protocol):
+    """A policy that learns from every request, not only from those that left D."""
+
+    def saw(self, state: State, request: RequestFacts, snapshot: Snapshot) -> State:
+        """After each decision: the state with the request counted."""
+        ...
 
 
 class PrefixIndex(Protocol):

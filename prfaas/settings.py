@@ -81,7 +81,28 @@ class PolicySettings(Section):
     threshold_tokens: int = Field(
         2048,
         ge=0,
-        description="Policy `length_threshold`: more uncached tokens than this go remote.",
+        description="Policies `length_threshold`, `uncached_ratio`, and `paper` until it has "
+        "solved its own: more uncached tokens than this go remote.",
+    )
+    uncached_ratio: float = Field(
+        0.7,
+        ge=0,
+        le=1,
+        description="Policy `uncached_ratio`: from this uncached share on prompts go remote.",
+    )
+    surge_s: float = Field(
+        2.0,
+        ge=0,
+        description="Policy `paper`: the threshold doubles for each such lead of the remote queue "
+        "over D's; 0: it does not.",
+    )
+    local_ttft_s: float = Field(
+        2.0, ge=0, description="Policy `local_first`: what D can start within this stays."
+    )
+    transfer_budget_s: float = Field(
+        2.0,
+        ge=0,
+        description="Policy `local_first`: KV under way to D, in seconds of the link's goodput.",
     )
     remote_margin: float = Field(
         0.05, ge=0, description="Remote must be faster than local by this share to be chosen."

@@ -36,6 +36,9 @@ class Reason(enum.StrEnum):
     REMOTE_FASTER = "remote_faster"
     BELOW_THRESHOLD = "below_threshold"
     ABOVE_THRESHOLD = "above_threshold"
+    BALANCED = "balanced"
+    LOCAL_BUSY = "local_busy"
+    NO_BUDGET = "no_budget"
     FORCED_LOCAL = "forced_local"
     FORCED_REMOTE = "forced_remote"
 
@@ -118,6 +121,8 @@ class LocalEngine:
     free_staging_bytes: int = 0
     offload_ready: bool = True
     """Its agent is connected and the engine speaks KvPort."""
+    instances: int = 1
+    """Engines behind the one queue that `load` is a share of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,8 @@ class RemoteInstance:
     link: LinkState
     free_retention_bytes: int = 0
     ready: bool = True
+    instances: int = 1
+    """Engines behind the one queue that `load` is a share of."""
 
 
 @dataclass(frozen=True, slots=True)

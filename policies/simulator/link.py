@@ -138,24 +138,35 @@ class SharedLink:
         left, count = self.bytes_per_s, len(flows)
         slow = [f for f in flows if f.backlog <= _EPS and not f.sealed]
         if slow:
-            slow.sort(key=_made)
+            if len(slow) > 1:
+                slow.sort(key=_made)
             for flow in slow:
-                flow.rate = min(flow.made_per_s, left / count)
-                left -= flow.rate
+                share = left / count
+                flow.rate = rate = flow.made_per_s if flow.made_per_s < share else share
+                left -= rate
                 count -= 1
-        share = left / count if count else 0.0
+            if not count:
+                return
+        share = left / count
+        if share <= 0:
+            for flow in flows:
+                if flow.backlog > _EPS or flow.sealed:
+                    flow.rate = 0.0
+            return
         soonest = float("inf")
         for flow in flows:
-            if flow.backlog > _EPS or flow.sealed:
+            if flow.sealed:
                 flow.rate = share
-                if flow.sealed:
-                    wait = flow.left / share if share > 0 else float("inf")
-                elif share > flow.made_per_s:
-                    wait = flow.backlog / (share - flow.made_per_s)
-                else:
+                wait = flow.left / share
+            elif flow.backlog > _EPS:
+                flow.rate = share
+                if share <= flow.made_per_s:
                     continue
-                if wait < soonest:
-                    soonest = wait
+                wait = flow.backlog / (share - flow.made_per_s)
+            else:
+                continue
+            if wait < soonest:
+                soonest = wait
         if soonest < float("inf"):
             self._loop.at(self._loop.now + soonest, self._look, self._version)
 

@@ -15,7 +15,7 @@ from policies.simulator.result import Result, Row
 from policies.simulator.view import FREE_BYTES, View, matched_at_d
 from policies.workload.request import Request
 from prfaas.errors import ConfigError
-from prfaas.interfaces import RoutingPolicy
+from prfaas.interfaces import LearningPolicy, RoutingPolicy
 from prfaas.snapshot import Outcome, RequestFacts, Target
 
 
@@ -45,6 +45,7 @@ class Simulation:
         self._loop = EventLoop()
         self._policy = policy
         self._state = policy.initial_state()
+        self._learner = policy if isinstance(policy, LearningPolicy) else None
         self._cache = PrefixCache(CacheSpec.of(profiles.prefill.model, scenario.local.cache_tokens))
         self._local = make_local(
             self._loop,
@@ -104,6 +105,8 @@ class Simulation:
         snapshot = self._view.snapshot(request, matched, int(self._staging_free))
         facts = RequestFacts(str(request.number), request.prompt_tokens, request.output_tokens)
         decision = self._policy.decide(facts, snapshot, self._state)
+        if self._learner is not None:
+            self._state = self._learner.saw(self._state, facts, snapshot)
         job.reason = decision.reason
         job.uncached_d = max(0, job.want - matched)
         job.plan = decision.plan
@@ -142,9 +145,10 @@ class Simulation:
             return
         self._go_local(job, "peer_down")
 
-    def _go_local(self, job: Job, fallback: str) -> None:
+    def _go_local(self, job: Job, fallback: str, kept: int = 0) -> None:
+        """D prefills it; `kept`: leading tokens it has KV of, from a transfer that ended early."""
         job.remote, job.fallback = False, fallback
-        matched = matched_at_d(self._cache, job.request)
+        matched = max(kept, matched_at_d(self._cache, job.request))
         job.cached, job.computed = matched, 0
         job.uncached = max(1, job.want - matched)
         self._view.sent_local(job.uncached)
@@ -226,9 +230,8 @@ class Simulation:
         if job.tries < len(job.plan):
             self._next_place(job)
             return
-        self._go_local(job, why)
-        if kept > 0:
-            job.cached = max(job.cached, job.want - job.uncached_d + kept)
+        had = job.want - job.uncached_d
+        self._go_local(job, why, had + kept if kept > 0 else 0)
 
     # --- what goes wrong ------------------------------------------------------------------------
 

@@ -80,6 +80,11 @@ class View:
         self._places = [
             (site, name, place) for site in peers.values() for name, place in site.places.items()
         ]
+        self._at = {
+            (site.spec.name, name): (index, at)
+            for index, site in enumerate(peers.values())
+            for at, name in enumerate(site.places)
+        }
         self._sent_local = _Sent()
         self._sent = {(site.spec.name, name): _Sent() for site, name, _ in self._places}
         self._coming: deque[tuple[float, Report]] = deque()
@@ -90,6 +95,7 @@ class View:
         self._local_load: EngineLoad | None = None
         self._loads: dict[tuple[str, str], EngineLoad] = {}
         self._links: dict[str, LinkState] = {}
+        self._local_instances = max(1, local.nodes()[0])
         self._token_bytes = local.profile.model.token_bytes
         self._state_bytes = local.profile.model.state_bytes
 
@@ -135,6 +141,7 @@ class View:
                     self._link_state(site),
                     min(place.free_bytes, FREE_BYTES),
                     site.up,
+                    place.pool.instances,
                 )
             )
         return Snapshot(
@@ -206,8 +213,7 @@ class View:
     def _remote_load(self, peer: str, instance: str) -> EngineLoad:
         load = self._loads.get((peer, instance))
         if load is None or load.age_s > 0:
-            index = list(self._peers).index(peer)
-            at = list(self._peers[peer].places).index(instance)
+            index, at = self._at[peer, instance]
             load = self._engine_load(
                 self._visible[1][index][at], self._sent[peer, instance], self._age_s(peer)
             )
@@ -218,7 +224,7 @@ class View:
         peer = site.spec.name
         state = self._links.get(peer)
         if state is None or state.age_s > 0:
-            rate, to_come = self._visible[2][list(self._peers).index(peer)]
+            rate, to_come = self._visible[2][self._at[peer, next(iter(site.places))][0]]
             unshown = sum(self._sent[peer, name].wire_bytes for name in site.places)
             state = LinkState(
                 rate,

@@ -1,0 +1,159 @@
+"""The commands that plan and simulate: composition root of `policies` alone, loaded when run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from prfaas.errors import ConfigError
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_POSITIVE = click.FloatRange(0, min_open=True)
+
+
+@click.command()
+@click.argument("scenario", default="paper")
+@click.option("--trace", type=_FILE, help="Workload from a trace; default: the scenario's own.")
+@click.option("--trace-format", help="mooncake, azure or request-log; default: seen in the file.")
+@click.option("--gbit-per-s", type=_POSITIVE, help="Rate of the link to the peer.")
+@click.option("--ttft-p90", type=_POSITIVE, help="Objective in seconds.")
+@click.option("--ttft-p99", type=_POSITIVE, help="Objective in seconds.")
+@click.option("--itl", type=_POSITIVE, help="Objective in seconds.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
+def plan(
+    scenario: str,
+    trace: Path | None,
+    trace_format: str | None,
+    gbit_per_s: float | None,
+    ttft_p90: float | None,
+    ttft_p99: float | None,
+    itl: float | None,
+    as_json: bool,
+) -> None:
+    """Find the threshold and split of nodes that serve SCENARIO best.
+
+    SCENARIO is a YAML file or a shipped one (paper, homogeneous). Status 1 if it is infeasible.
+    """
+    from policies.plan_command import run_plan
+
+    objectives = {"ttft_p90_s": ttft_p90, "ttft_p99_s": ttft_p99, "itl_s": itl}
+    given = {name: value for name, value in objectives.items() if value is not None}
+    text, feasible = run_plan(scenario, trace, trace_format, gbit_per_s, given, as_json)
+    click.echo(text, nl=False)
+    if not feasible:
+        raise SystemExit(1)
+
+
+@click.command()
+@click.argument("source", required=False, type=_FILE)
+@click.option("--trace-format", help="mooncake, azure or request-log; default: seen in the file.")
+@click.option("--scenario", default="paper", show_default=True, help="Whose generator to describe.")
+@click.option(
+    "--cache-tokens", type=click.IntRange(0), help="Size of the cache; default: no bound."
+)
+@click.option("--state-tokens", type=click.IntRange(0), default=0, help="Of a recurrent state.")
+@click.option("--write", type=_FILE, help="Write the requests there as a Mooncake trace.")
+@click.option("--plots", type=_FILE, help="Write plots there, as PNG or SVG.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
+def workload(
+    source: Path | None,
+    trace_format: str | None,
+    scenario: str,
+    cache_tokens: int | None,
+    state_tokens: int,
+    write: Path | None,
+    plots: Path | None,
+    as_json: bool,
+) -> None:
+    """Describe the trace SOURCE, or what a scenario generates: lengths, reuse, burstiness."""
+    from policies.workload.command import run_workload
+
+    if source is not None and write is not None:
+        raise ConfigError("--write is for generated workloads: the trace is a file already")
+    text, notes = run_workload(
+        source, trace_format, scenario, cache_tokens, state_tokens, write, plots, as_json
+    )
+    click.echo(text, nl=False)
+    for note in notes:
+        click.echo(note, err=True)
+
+
+@click.command()
+@click.argument("scenario", default="paper")
+@click.option("--policy", "policies", multiple=True, help="Policy by name; repeatable.")
+@click.option(
+    "--policy-file", type=_FILE, help="Parameters: a configuration file's gateway.policy."
+)
+@click.option("--trace", type=_FILE, help="Workload from a trace; default: the scenario's own.")
+@click.option("--trace-format", help="mooncake, azure or request-log; default: seen in the file.")
+@click.option("--rate", type=_POSITIVE, help="Requests a second: generated so, or a trace sped up.")
+@click.option("--start", type=click.FloatRange(0), default=0, help="Leave out what comes before.")
+@click.option("--prefill-nodes", type=click.IntRange(0), help="Of D's nodes, where they are split.")
+@click.option("--threshold", type=click.IntRange(0), help="Threshold in uncached tokens.")
+@click.option("--seed", type=click.IntRange(0), help="Of the generated workload.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")
+def simulate(
+    scenario: str,
+    policies: tuple[str, ...],
+    policy_file: Path | None,
+    trace: Path | None,
+    trace_format: str | None,
+    rate: float | None,
+    start: float,
+    prefill_nodes: int | None,
+    threshold: int | None,
+    seed: int | None,
+    as_json: bool,
+) -> None:
+    """Compare routing policies on one workload in virtual time.
+
+    SCENARIO is a YAML file or a shipped one (paper, homogeneous).
+    """
+    from policies.simulator.command import SimulateOptions, run_simulate
+    from prfaas.settings import PolicySettings, load_settings
+
+    settings = load_settings(policy_file).gateway.policy if policy_file else PolicySettings()
+    if threshold is not None:
+        settings = settings.model_copy(update={"threshold_tokens": threshold})
+    names = policies or ("always_local", "length_threshold", "paper", "least_ttft")
+    options = SimulateOptions(
+        scenario, names, settings, trace, trace_format, rate, start, prefill_nodes, seed
+    )
+    text, notes = run_simulate(options, as_json)
+    click.echo(text, nl=False)
+    for note in notes:
+        click.echo(note, err=True)
+
+
+@click.group()
+def profile() -> None:
+    """Look at engine profiles."""
+
+
+@profile.command("list")
+def profile_list() -> None:
+    """List the shipped profiles, and what rooflines know."""
+    from policies.profiles import find_profile, shipped_names
+    from policies.roofline import shipped_chips, shipped_models
+
+    for name in shipped_names():
+        click.echo(f"{name:<24}{find_profile(name).label}")
+    click.echo(f"NxCHIP:MODEL            data_sheet; chips: {', '.join(shipped_chips())};")
+    click.echo(f"                        models: {', '.join(shipped_models())}")
+
+
+@profile.command("show")
+@click.argument("name")
+@click.option("--tokenizer", help="Add this tokenizer, which paced engines need.")
+def profile_show(name: str, tokenizer: str | None) -> None:
+    """Print the profile NAME (shipped, a file, or NxCHIP:MODEL) as a file of its own."""
+    from policies.profiles import find_profile, to_yaml
+
+    found = find_profile(name)
+    if tokenizer is not None:
+        found = found.model_copy(update={"tokenizer": Path(tokenizer)})
+    click.echo(to_yaml(found), nl=False)
+
+
+COMMANDS: tuple[click.Command, ...] = (plan, workload, simulate, profile)
