@@ -52,6 +52,7 @@ def held(stack: RunningStack) -> dict[str, float]:
         found |= {f"{name}-engine {key}": counts[key] for key in _ENGINE_COUNTS}
         owned = counts["total_blocks"] - counts["free_blocks"]
         found[f"{name}-engine owned blocks"] = owned
+        found[f"{name}-engine owned states"] = counts["total_states"] - counts["free_states"]
     for name, gauges in _AGENT_GAUGES.items():
         metrics = stack.metrics(name)
         found |= {gauge: metrics[gauge] for gauge in gauges}
