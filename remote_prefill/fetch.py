@@ -193,20 +193,7 @@ class FetchJob:
         result = "complete"
         try:
             remote = link.require_ready()
-            if self._map is None:
-                self._map = StagingMap(
-                    self._context.conn.layout,
-                    self.fetch.have,
-                    self.fetch.want,
-                    remote.chunk_tokens,
-                    extent.buffer,
-                )
-            elif self._map.layout.state_bytes and self._map.chunk_tokens != remote.chunk_tokens:
-                raise IncompatibleLayout(
-                    f"{link.name} has checkpoints on a grid of {remote.chunk_tokens} tokens, what "
-                    f"is staged has them on one of {self._map.chunk_tokens}",
-                    field="chunk_tokens",
-                )
+            staging = self._map = self._map_for(link, remote.chunk_tokens, extent)
             request = SessionOpen(
                 transfer_id=self.params.transfer_id,
                 model=remote.model,
@@ -227,7 +214,7 @@ class FetchJob:
                 # Another number for each try: a Cancel of the last one must not hit this one.
                 session=new_session_id(),
                 epoch=self._epoch,
-                staging=self._map,
+                staging=staging,
                 target=extent,
                 deadline=deadline,
                 watch=receivers.append,
@@ -245,6 +232,23 @@ class FetchJob:
                     whole = self._map.whole_end(receiver.machine.ledger.resumable)
                     self._watermark = max(self._watermark, whole)
             self._context.metrics.tries.labels(link.peer, link.instance, result).inc()
+
+    def _map_for(self, link: PeerLink, chunk_tokens: int, extent: StagingExtent) -> StagingMap:
+        """Where what an instance sends has its places. Raises IncompatibleLayout where it has other
+        checkpoints than what came from another one.
+        """
+        layout, old = self._context.conn.layout, self._map
+        other_points = layout.state_bytes and old is not None and old.chunk_tokens != chunk_tokens
+        if old is not None and not other_points:
+            return old
+        if old is not None and self._tally.wire_bytes:
+            raise IncompatibleLayout(
+                f"{link.name} has checkpoints on a grid of {chunk_tokens} tokens, what is staged "
+                f"has them on one of {old.chunk_tokens}",
+                field="chunk_tokens",
+            )
+        have, want = self.fetch.have, self.fetch.want
+        return StagingMap(layout, have, want, chunk_tokens, extent.buffer)
 
     def _answer(self, error: PrfaasError | None) -> None:
         """FetchDone; the extent stays with the engine only where there is something in it."""
