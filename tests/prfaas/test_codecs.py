@@ -57,6 +57,22 @@ def test_planes_are_the_items_bytes(item: int) -> None:
     assert (out == raw).all()
 
 
+@pytest.mark.parametrize("item", [2, 4])
+def test_kv_shrinks_as_much_as_with_all_the_matches_zstd_finds(item: int) -> None:
+    raw = (
+        kv_like(2000)
+        if item == 2
+        else np.frombuffer(
+            np.random.default_rng(0).standard_normal(50_000, dtype=np.float32).tobytes(), np.uint8
+        )
+    )
+    packed = PLANES.encode(raw, item)
+    assert packed is not None
+    plain = zstandard.ZstdCompressor(level=1)
+    planes = split_planes(raw, item)
+    assert len(packed) < 1.02 * sum(min(p.nbytes, len(plain.compress(p.data))) for p in planes)
+
+
 def test_bf16_kv_gets_a_third_smaller() -> None:
     raw = kv_like(1024)
     codec_id, payload = encode(PLANES, raw, 2)
