@@ -32,8 +32,10 @@ install_vllm() {
   python="$(find_python)" || skip "the CPU build of torch $torch is for Python 3.11, which is not on PATH"
   "$python" -m venv --clear "$venv"
   # Torch's own wheel, tried first: where it is not on hand nothing of the 2 GB is of use.
-  "$venv/bin/python" -m pip install -qq --no-deps --no-compile "torch==$torch" ||
+  if ! "$venv/bin/python" -m pip install -qq --no-deps --no-compile "torch==$torch"; then
+    rm -rf "$venv"
     skip "the wheel torch $torch is not on hand (see above); give pip a folder that has it (PIP_FIND_LINKS)"
+  fi
   "$venv/bin/python" -m pip install -qq --no-deps --no-compile --requirement "$pins"
   site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
   # Not left to the first start of each process: under PYTHONDONTWRITEBYTECODE that would be every one.

@@ -316,7 +316,7 @@ def encode(message: PortMessage, blob: bytes | memoryview = b"") -> bytes:
     return b"".join((PREFIX.pack(len(header), len(blob)), header, blob))
 
 
-def sizes(prefix: bytes) -> tuple[int, int]:
+def sizes(prefix: bytes | bytearray) -> tuple[int, int]:
     """(header bytes, blob bytes) of the message that follows. Raises PortError before memory is
     taken.
     """

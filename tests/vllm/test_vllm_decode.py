@@ -289,22 +289,3 @@ def test_refusals_are_typed_and_a_small_pool_serves_one_after_the_other(
         assert (status, retry_after) == (503, "1"), text
         assert "prefill_unavailable" in text
     assert_nothing_left(stack)
-
-
-def test_two_ranks_at_d_take_their_heads_of_one_rank_at_p(tmp_path: Path, model: Path) -> None:
-    with vllm_decode_stack(
-        tmp_path / "s",
-        model,
-        model,
-        block=64,
-        core="0|1",
-        extra=("--tensor-parallel-size", "2"),
-    ) as running:
-        for length in (2, 65, 300, 1000):
-            assert assert_exact(running, make_prompt(length, "tp"))["status"] == "staged"
-        prompts = [make_prompt(200 + 30 * index, "tp many") for index in range(4)]
-        expected = [local_only(running, prompt).token_ids for prompt in prompts]
-        with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda prompt: remote(running, prompt), prompts))
-        assert [answer.token_ids for answer in answers] == expected
-        assert_nothing_left(running)
