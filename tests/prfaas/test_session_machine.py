@@ -22,18 +22,22 @@ from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import PrefillReport, SessionOpen
 
 LAYOUT = KvLayout((LayerGroup(GroupKind.FULL, (0, 1), 2, 4, "bfloat16"),))
+WITH_STATES = KvLayout(
+    (
+        LayerGroup(GroupKind.FULL, (0, 2), 2, 4, "bfloat16"),
+        LayerGroup(GroupKind.RECURRENT, (1,), 2, 2, "float32", state_dim=5),
+    )
+)
+"""80 bytes of states, 64 of KV for each token: checkpoints are after 16 and 20 of 20 tokens."""
 TOKENS, GRID = 20, 8
 CODECS = default_codecs()
 LANES = 3
-PIECES = [
-    Piece(e.span.index, e.layer, e.group, e.span.start, e.span.end, 0, 2)
-    for e in LAYOUT.extents(0, TOKENS, GRID)
-]
-KV = np.random.default_rng(0).integers(0, 256, LAYOUT.session_bytes(0, TOKENS), dtype=np.uint8)
 
 
 class SessionMachine(RuleBasedStateMachine):
     """P and D with lanes and a control stream between, each of which may break at any time."""
+
+    layout = LAYOUT
 
     @initialize(
         credit=st.sampled_from([0, 700, 1 << 20]), calm=st.sampled_from([True, True, False])
@@ -46,12 +50,15 @@ class SessionMachine(RuleBasedStateMachine):
             use_cache=True, quality="exact", codecs=("raw",), deadline_s=9, lease_s=9,
             engine_epoch="e", link=b"l", credit_bytes=credit,
         )  # fmt: skip
-        common = {"session": 7, "epoch": 1, "request": request, "layout": LAYOUT}
+        layout = self.layout
+        common = {"session": 7, "epoch": 1, "request": request, "layout": layout}
         self.p = SendSession(**common, chunk_tokens=GRID)
         self.d = ReceiveSession(**common, codecs=CODECS, chunk_tokens=GRID)
-        self.source = StagingMap(LAYOUT, 0, TOKENS, GRID, KV)
-        self.buffer = np.zeros_like(KV)
-        self.sink = StagingMap(LAYOUT, 0, TOKENS, GRID, self.buffer)
+        nbytes = layout.extent_bytes(0, TOKENS, GRID)
+        self.kv = np.random.default_rng(0).integers(0, 256, nbytes, dtype=np.uint8)
+        self.source = StagingMap(layout, 0, TOKENS, GRID, self.kv)
+        self.buffer = np.zeros_like(self.kv)
+        self.sink = StagingMap(layout, 0, TOKENS, GRID, self.buffer)
         self.lanes: dict[int, list[list[Frame]]] = {}
         self.opened = 0
         self.up: list[Frame] = []
@@ -59,7 +66,10 @@ class SessionMachine(RuleBasedStateMachine):
         self.connected = True
         self.resumed = True
         self.decoding: list[Arrival] = []
-        self.left = list(PIECES)
+        self.left = [
+            Piece(e.span.index, e.layer, e.group, e.span.start, e.span.end, 0, 2)
+            for e in layout.extents(0, TOKENS, GRID)
+        ]
         self.granted = credit
         self.told: dict[int, Frame] = {}
         self.completions = 0
@@ -229,7 +239,7 @@ class SessionMachine(RuleBasedStateMachine):
 
     @invariant()
     def retention_is_never_more_than_was_reserved(self) -> None:
-        assert 0 <= self.p.retained_bytes <= LAYOUT.session_bytes(0, TOKENS)
+        assert 0 <= self.p.retained_bytes <= self.layout.session_bytes(0, TOKENS)
 
     @invariant()
     def settled_means_nothing_in_flight(self) -> None:
@@ -242,10 +252,18 @@ class SessionMachine(RuleBasedStateMachine):
         assert self.completions <= 1
         if self.d.state is ReceiveState.COMPLETE:
             assert self.d.ledger.whole
-            assert self.buffer.tobytes() == KV.tobytes()
+            assert self.buffer.tobytes() == self.kv.tobytes()
             assert not self.decoding  # so staging may be given to the engine
         if self.p.state is SendState.COMPLETE:
             assert self.d.state is ReceiveState.COMPLETE
+
+    @invariant()
+    def what_can_be_gone_on_from_is_in_place(self) -> None:
+        """Of a session that failed, too: KV up to there, and every state that goes with it."""
+        end = self.d.ledger.resumable
+        assert end in (0, *(self.layout.checkpoints(0, TOKENS, GRID) or (8, 16, TOKENS)))
+        nbytes = self.layout.extent_bytes(0, end, GRID)
+        assert self.buffer[:nbytes].tobytes() == self.kv[:nbytes].tobytes()
 
     @invariant()
     def errors_are_those_that_were_caused(self) -> None:
@@ -291,10 +309,18 @@ class SessionMachine(RuleBasedStateMachine):
         self.success_means_every_byte_is_verified_and_in_place()
 
 
+class StateSessionMachine(SessionMachine):
+    """The same with states at checkpoints."""
+
+    layout = WITH_STATES
+
+
 SessionMachine.TestCase.settings = settings(
     max_examples=150,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+StateSessionMachine.TestCase.settings = settings(SessionMachine.TestCase.settings, max_examples=100)
 TestSessionMachine = SessionMachine.TestCase
+TestStateSessionMachine = StateSessionMachine.TestCase
