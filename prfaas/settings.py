@@ -122,7 +122,7 @@ class VllmSettings(Section):
     kv_events_replay: str = Field(
         "", description="ZMQ endpoint that replays events; empty: none, a gap voids the index."
     )
-    poll_s: float = Field(0.25, gt=0, le=1, description="Time between two readings of /metrics.")
+    poll_s: float = Field(0.5, gt=0, le=1, description="Time between two readings of /metrics.")
 
 
 class EngineEndpoint(Section):

@@ -38,6 +38,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """What we read, by our name: vLLM's names, the present one first."""
 CACHE_INFO = "vllm:cache_config_info"
 REQUIRED = ("running", "waiting", "usage")
+_READ = (CACHE_INFO, *(name for names in NAMES.values() for name in names))
 SMOOTHING = 0.3
 
 
@@ -66,10 +67,10 @@ def parse_metrics(text: str) -> VllmMetrics:
     sums: dict[str, dict[int, float]] = {}
     engines: dict[int, set[str]] = {}
     blocks = 0
+    # vLLM has thousands of lines, buckets for the most part, and is read several times a second.
+    lines = [line for line in text.splitlines() if line.startswith(_READ)]
     try:
-        for family in text_string_to_metric_families(text):
-            if not family.name.startswith("vllm:"):
-                continue
+        for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:
                 if sample.name == CACHE_INFO:
                     blocks += _blocks(sample.labels)

@@ -1,0 +1,128 @@
+"""A whole stack whose P is a real vLLM: gateway, both agents, and D embedded or a vLLM too."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from prfaas.settings import load_settings
+from prfaas.testing.stack import RunningStack
+from prfaas.testing.vllm_decode_stack import CHUNK_TOKENS, vllm_decode_process
+from prfaas.up.process import ProcessSpec
+from prfaas.up.stack import Stack, StackPlan, free_ports
+
+# Without a prefix cache of its own, so that all of each prompt is asked of P.
+D_ENGINE = {
+    "chunk_tokens": CHUNK_TOKENS,
+    "kv_memory_bytes": 32 << 20,
+    "max_context": 4096,
+    "prefix_cache": False,
+}
+
+
+def vllm_prefill_process(
+    stack: Stack,
+    *,
+    block: int = 32,
+    dtype: str = "float32",
+    batch_tokens: int = 256,
+    prefix_cache: bool = True,
+    kv_bytes: int = 64 << 20,
+    max_context: int = 4096,
+    eager: bool = True,
+    ranks: int = 1,
+    core: str = "0",
+    crowds: bool = False,
+) -> ProcessSpec:
+    """P's engine: a vLLM that exports through the agent's port.
+
+    `crowds`: it begins prompts side by side that do not fit its pool together, and preempts.
+    """
+    connector = {
+        "kv_connector": "PrfaasConnector",
+        "kv_connector_module_path": "prfaas_connect.vllm.connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {
+            "socket": str(stack.directory / "p.sock"),
+            "chunk_tokens": CHUNK_TOKENS,
+        },
+    }
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{stack.directory}/p-events",
+        "replay_endpoint": f"ipc://{stack.directory}/p-replay",
+    }
+    arguments = (
+        *("-m", "prfaas.testing.vllm_server", "--port", str(stack.ports.p_engine)),
+        *("--core", core, "--"),
+        *(str(stack.plan.model), "--served-model-name", stack.plan.served_model_name),
+        *("--dtype", dtype, "--block-size", str(block), "--max-model-len", str(max_context)),
+        *("--kv-cache-memory-bytes", str(kv_bytes), *(("--enforce-eager",) if eager else ())),
+        *("--max-num-batched-tokens", str(batch_tokens), "--max-num-seqs", "16"),
+        "--enable-prefix-caching" if prefix_cache else "--no-enable-prefix-caching",
+        *("--tensor-parallel-size", str(ranks)),
+        *(("--no-scheduler-reserve-full-isl",) if crowds else ()),
+        *(("--long-prefill-token-threshold", str(CHUNK_TOKENS)) if crowds else ()),
+        *("--kv-transfer-config", json.dumps(connector)),
+        *("--kv-events-config", json.dumps(events)),
+    )
+    return ProcessSpec("p-engine", arguments, stack.directory / "p-engine.log")
+
+
+@contextmanager
+def vllm_prefill_stack(
+    directory: Path,
+    model: Path,
+    *,
+    dtype: str = "float32",
+    d_block: int = 64,
+    d_vllm: Mapping[str, Any] | None = None,
+    **vllm: Any,
+) -> Iterator[RunningStack]:
+    """Started, paired and probed; every import is read back and compared.
+
+    `vllm`: options of P's. `d_vllm`: D is a vLLM too, with these options of `vllm_decode_process`.
+    """
+    directory.mkdir(mode=0o700, exist_ok=True)
+    plan = StackPlan(load_settings(), model, "test-model", threads=1, pin=False)
+    stack = Stack.create(plan, directory)
+    d_metrics, p_metrics = free_ports(2)
+    d_agent = {"metrics_port": d_metrics, "verify_import": True}
+    p_agent = {"metrics_port": p_metrics, **_beside_vllm(stack.p_engine_url, directory, "p")}
+    if d_vllm is not None:
+        d_agent |= _beside_vllm(stack.d_engine_url, directory, "d")
+    decode_agent, decode_engine = stack.decode_side(
+        agent=d_agent,
+        engine={**D_ENGINE, "dtype": dtype, "kv_dtype": dtype, "block_tokens": d_block},
+    )
+    if d_vllm is not None:
+        decode_engine = vllm_decode_process(stack, model, dtype=dtype, **d_vllm)
+    specs = (
+        vllm_prefill_process(stack, dtype=dtype, **vllm),
+        stack.prefill_side(agent=p_agent)[1],
+        decode_agent,
+        decode_engine,
+        stack.gateway(settings={"policy": {"name": "always_remote"}, "short_body_bytes": 0}),
+    )
+    running = RunningStack(stack, specs, None, {"d-agent": d_metrics, "p-agent": p_metrics})
+    try:
+        running.start()
+        yield running
+    finally:
+        running.stop()
+
+
+def _beside_vllm(url: str, directory: Path, side: str) -> dict[str, Any]:
+    """Settings of an agent whose engine is a vLLM."""
+    return {
+        "engine": "vllm",
+        "vllm": {
+            "url": url,
+            "kv_events": f"ipc://{directory}/{side}-events",
+            "kv_events_replay": f"ipc://{directory}/{side}-replay",
+        },
+    }

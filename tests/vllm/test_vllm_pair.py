@@ -1,0 +1,85 @@
+"""A real vLLM on both sides, over HTTP: exact, with other block sizes and numbers of ranks."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prfaas.testing.stack import Answer, RunningStack
+from prfaas.testing.tinymodel import make_tiny_model
+from prfaas.testing.vllm_prefill_stack import vllm_prefill_stack
+from prfaas.testing.vllm_server import vllm_is_here
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(not vllm_is_here(), reason="no vLLM here: scripts/vllm_env.sh builds it"),
+]
+
+OUTPUT = 12
+TWO_CORES = "0|1"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama with heads of a size that vLLM's CPU attention takes."""
+    directory = tmp_path_factory.mktemp("model") / "tiny"
+    return make_tiny_model(directory, hidden=128, heads=4, kv_heads=2, head_dim=32)
+
+
+def make_prompt(length: int, seed: int = 1) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(10, 600), k=length)
+
+
+def local_only(stack: RunningStack, prompt: list[int]) -> Answer:
+    """D's vLLM without transfer parameters, its cache kept out by a salt."""
+    salt = f"oracle-{len(prompt)}-{hash(tuple(prompt))}"
+    url = stack.stack.d_engine_url
+    answer = stack.complete(prompt, url=url, max_tokens=OUTPUT, cache_salt=salt)
+    assert answer.status == 200, answer.body
+    return answer
+
+
+def remote(stack: RunningStack, prompt: list[int]) -> Answer:
+    answer = stack.complete(prompt, max_tokens=OUTPUT, cache_salt="remote")
+    assert answer.status == 200, answer.body
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("p", "d"),
+    [
+        ({"block": 128, "core": "0"}, {"block": 32, "core": "1"}),
+        ({"block": 32, "core": "0"}, {"block": 64, "core": TWO_CORES, "ranks": 2}),
+    ],
+    ids=["other blocks", "one rank to two"],
+)
+def test_a_pair_of_vllms_is_exact(
+    tmp_path: Path, model: Path, p: Mapping[str, Any], d: Mapping[str, Any]
+) -> None:
+    d_vllm = dict(d)
+    ranks = d_vllm.pop("ranks", 1)
+    d_vllm["extra"] = ("--tensor-parallel-size", str(ranks))
+    with vllm_prefill_stack(tmp_path / "s", model, d_vllm=d_vllm, **p) as stack:
+        for length in (2, 33, 64, 65, 129, 500, 1000):
+            prompt = make_prompt(length)
+            expected = local_only(stack, prompt).token_ids
+            # Three servers on two cores: telemetry may be late for a moment.
+            stack.wait_link_ready()
+            got = remote(stack, prompt)
+            assert got.token_ids == expected
+            record = stack.record(got.request_id)
+            assert record["outcome"], record
+            assert record["outcome"]["status"] == "staged"
+        prompts = [make_prompt(200 + 97 * index, seed=2) for index in range(6)]
+        wanted = [local_only(stack, prompt).token_ids for prompt in prompts]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            answers = list(pool.map(lambda prompt: remote(stack, prompt), prompts))
+        assert [answer.token_ids for answer in answers] == wanted
+        assert "read back other bytes" not in stack.log("d-agent")
