@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import json
+import math
 import selectors
 import signal
 import socket
@@ -145,7 +146,7 @@ class _Relayed:
     ended_ways: int = 0
 
     def recent(self, now: float) -> float:
-        return self.recent_bytes * 0.5 ** ((now - self.active_s) / _RECENT_S)
+        return self.recent_bytes * math.pow(0.5, (now - self.active_s) / _RECENT_S)
 
 
 class Way(enum.StrEnum):
