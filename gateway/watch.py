@@ -14,7 +14,7 @@ from gateway.cluster_view import ClusterView, place_of
 from prfaas.dialling import Endpoint, checked_endpoint
 from prfaas.errors import PeerUnavailable, PrfaasError, ProtocolError
 from prfaas.limits import Limits
-from prfaas.rpc.convert import watch_from_pb
+from prfaas.rpc.convert_watch import watch_from_pb
 from prfaas.rpc.status import error_of
 from prfaas.rpc.v1 import prefill_pb2, prefill_pb2_grpc
 from prfaas.settings import GatewaySettings

@@ -8,7 +8,8 @@ from typing import NoReturn, Protocol
 import grpc
 
 from prfaas.errors import ProtocolError
-from prfaas.rpc.convert import parse, watch_to_pb
+from prfaas.rpc.convert import parse
+from prfaas.rpc.convert_watch import watch_to_pb
 from prfaas.rpc.status import status_of
 from prfaas.rpc.v1 import prefill_pb2 as pb
 from remote_prefill.watch import WatchFeed

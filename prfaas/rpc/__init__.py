@@ -1,1 +1,1 @@
-"""gRPC stubs and the one file that converts between them and our types."""
+"""gRPC stubs and the two files that convert between them and our types."""

@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from prfaas.hashing import BlockHash
-from prfaas.rpc.convert import watch_to_pb
+from prfaas.rpc.convert_watch import watch_to_pb
 from prfaas.rpc.v1 import prefill_pb2, prefill_pb2_grpc
 from prfaas.settings import TlsSettings
 from prfaas.snapshot import Outcome

@@ -19,7 +19,7 @@ from gateway.tokenise import Tokeniser
 from policies.registry import POLICIES, make_policy
 from prfaas.errors import EngineUnavailable, InvalidRequest, ProtocolError
 from prfaas.limits import Limits
-from prfaas.rpc.convert import watch_from_pb, watch_to_pb
+from prfaas.rpc.convert_watch import watch_from_pb, watch_to_pb
 from prfaas.rpc.v1 import prefill_pb2 as pb
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import Outcome, RequestFacts, Target

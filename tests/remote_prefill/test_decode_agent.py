@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.rpc import convert
+from prfaas.rpc import convert_watch
 from prfaas.rpc.v1 import prefill_pb2 as pb
 from prfaas.testing.scripted_port import SCRIPTED_LAYOUT, PrefillScript
 from prfaas.testing.waiting import eventually
@@ -210,7 +210,7 @@ async def test_a_watcher_sees_engine_links_start_and_outcome(
         f"/{TELEMETRY}/Watch", pb.WatchRequest.SerializeToString, pb.WatchEvent.FromString
     )
     call = watch(pb.WatchRequest(gateway="g"))
-    first = convert.watch_from_pb(await call.read())
+    first = convert_watch.watch_from_pb(await call.read())
     assert (first.full, first.seq, first.agent) == (True, 1, "d0")
     (engine,) = first.engines
     assert (engine.name, engine.ready, engine.model) == ("d0", True, "scripted-model")
@@ -228,7 +228,7 @@ async def test_a_watcher_sees_engine_links_start_and_outcome(
     outcomes: list[Any] = []
     seq = 1
     while not outcomes:
-        update = convert.watch_from_pb(await call.read())
+        update = convert_watch.watch_from_pb(await call.read())
         seq += 1
         assert (update.full, update.seq) == (False, seq)
         seen += update.started

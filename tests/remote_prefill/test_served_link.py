@@ -16,15 +16,15 @@ from prfaas.dialling import Endpoint
 from prfaas.frames import Frame, FrameType
 from prfaas.layout import GroupKind, KvLayout, LayerGroup
 from prfaas.rpc import convert
-from prfaas.rpc.convert import watch_from_pb
+from prfaas.rpc.convert_watch import watch_from_pb
 from prfaas.rpc.v1 import prefill_pb2, prefill_pb2_grpc
 from prfaas.session_messages import LaneAttach
 from prfaas.telemetry import LinkInfo, LinkLimit
 from prfaas.testing.bare_client import DATA
 from prfaas.testing.link import BendableLink, LinkShape
 from prfaas.testing.waiting import eventually
-from remote_prefill.served_link import MAX_NAME, LinkTable
-from remote_prefill.transport import open_channel
+from remote_prefill.served_link import MAX_NAME, LinkTable, ServedLane
+from remote_prefill.transport import UNSENT_BYTES, open_channel
 
 LAYOUT = KvLayout((LayerGroup(GroupKind.FULL, (0, 1), 8, 128, "bfloat16"),))
 """8 KiB a token."""
@@ -247,3 +247,13 @@ def test_an_agent_that_came_anew_is_one_link_and_its_name_is_short() -> None:
     assert [k.agent for k in table.infos("p", "i")] == ["d" * MAX_NAME, "other"]
     assert table.infos("p", "i")[0].age_s < 60
     assert np.isfinite(table.infos("p", "i")[1].age_s)
+
+
+def test_a_lane_s_queue_grows_at_once_and_shrinks_only_where_it_is_far_too_long() -> None:
+    lane = ServedLane(0)
+    assert not lane.resize_queue(UNSENT_BYTES)
+    assert lane.resize_queue(4 * UNSENT_BYTES)
+    assert not lane.resize_queue(2 * UNSENT_BYTES)
+    assert lane.queue_bytes == 4 * UNSENT_BYTES
+    assert lane.resize_queue(UNSENT_BYTES)
+    assert lane.queue_bytes == UNSENT_BYTES

@@ -9,7 +9,7 @@ import pytest
 from prfaas.errors import BY_KIND, IncompatibleLayout, Overloaded, PrfaasError, ProtocolError
 from prfaas.kvport import PortClosed
 from prfaas.layout import Fingerprint, GroupKind, KvLayout, LayerGroup
-from prfaas.rpc import convert
+from prfaas.rpc import convert, convert_watch
 from prfaas.rpc.v1 import prefill_pb2 as pb
 from prfaas.session_messages import (
     Feature,
@@ -239,16 +239,16 @@ def test_watch_updates_come_out_equal() -> None:
         ),
         started=("t1", "t2"),
     )
-    assert convert.watch_from_pb(convert.watch_to_pb(update)) == update
+    assert convert_watch.watch_from_pb(convert_watch.watch_to_pb(update)) == update
     defaults = WatchUpdate(
         seq=1, full=False, engines=(EngineInfo("e"),), links=(LinkInfo("p", "i"),)
     )
-    assert convert.watch_from_pb(convert.watch_to_pb(defaults)) == defaults
+    assert convert_watch.watch_from_pb(convert_watch.watch_to_pb(defaults)) == defaults
 
 
 def test_a_limit_that_only_newer_agents_know_is_as_good_as_not_said() -> None:
     event = pb.WatchEvent(links=[pb.LinkSample(peer="p", instance="i", limit="the weather")])
-    assert convert.watch_from_pb(event).links == (
+    assert convert_watch.watch_from_pb(event).links == (
         LinkInfo("p", "i", link_class="", limit=None, wire_ratio=0.0),
     )
 
@@ -256,7 +256,7 @@ def test_a_limit_that_only_newer_agents_know_is_as_good_as_not_said() -> None:
 def test_a_ragged_list_of_hashes_is_a_protocol_error() -> None:
     event = pb.WatchEvent(kv=[pb.KvIndexDelta(engine="e", stored=b"x" * 17)])
     with pytest.raises(ProtocolError, match="17 bytes"):
-        convert.watch_from_pb(event)
+        convert_watch.watch_from_pb(event)
 
 
 def test_details_keep_absent_and_zero_apart() -> None:
@@ -276,4 +276,4 @@ def test_a_number_that_is_none_is_refused_wherever_it_stands(value: float) -> No
         (pb.WatchEvent(outcomes=[pb.OutcomeEvent(phases={"total": value})]), "phases"),
     ):
         with pytest.raises(ProtocolError, match=name):
-            convert.watch_from_pb(event)
+            convert_watch.watch_from_pb(event)
