@@ -303,8 +303,8 @@ class AgentSettings(Section):
         10.0, gt=0, description="Idle time after which the link is probed."
     )
     codec_threads: int = Field(1, ge=1, description="Threads that decode.")
-    codecs: tuple[Literal["planes-zstd", "raw"], ...] = Field(
-        ("planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
+    codecs: tuple[Literal["exponent", "planes-zstd", "raw"], ...] = Field(
+        ("exponent", "planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
     )
     window_bytes: int = Field(
         64 << 20,
@@ -341,8 +341,8 @@ class PrefillSettings(Section):
         1 << 30, gt=0, description="Encoded KV kept until it is acknowledged."
     )
     codec_threads: int = Field(1, ge=1, description="Threads that encode.")
-    codecs: tuple[Literal["planes-zstd", "raw"], ...] = Field(
-        ("planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
+    codecs: tuple[Literal["exponent", "planes-zstd", "raw"], ...] = Field(
+        ("exponent", "planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
     )
     congestion: str = Field(
         "bbr",

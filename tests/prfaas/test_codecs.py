@@ -16,6 +16,7 @@ from prfaas.codecs import (
     RAW,
     CodecSet,
     PlanesZstdCodec,
+    Quality,
     RawCodec,
     default_codecs,
     encode,
@@ -160,7 +161,7 @@ def test_raw_of_the_wrong_size_is_corrupt() -> None:
 
 
 def test_negotiation_takes_the_best_common_codec_and_names_both_sides() -> None:
-    codecs = default_codecs()
+    codecs = CodecSet((RAW, PLANES))
     assert codecs.names == ("planes-zstd", "raw")
     assert codecs.negotiate(["raw", "planes-zstd", "rans"]).name == "planes-zstd"
     assert CodecSet([RAW]).negotiate(codecs.names).name == "raw"
@@ -169,3 +170,12 @@ def test_negotiation_takes_the_best_common_codec_and_names_both_sides() -> None:
     assert caught.value.field == "codecs"
     with pytest.raises(CorruptKv, match=r"codec 9 is not one of \[0, 1\]"):
         codecs.by_id(9)
+
+
+def test_a_lossy_codec_is_taken_only_where_its_class_is_asked_for() -> None:
+    codecs = default_codecs()
+    assert codecs.negotiate(codecs.names).quality is Quality.EXACT
+    for quality in Quality:
+        found = codecs.common(codecs.names, quality)
+        assert {codec.quality for codec in found} <= set(quality.allowed)
+        assert [codec.id for codec in found] == sorted((c.id for c in found), reverse=True)

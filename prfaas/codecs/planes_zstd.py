@@ -1,7 +1,7 @@
-"""KV codecs: bytes in, bytes out, no I/O; a number on the wire names the codec of each frame.
+"""Lossless without a compiler: items split into byte planes, each through zstd.
 
-`planes-zstd` splits items into byte planes (all first bytes, all second bytes, ...), because sign
-and exponent bytes of KV compress and mantissa bytes do not, and packs each plane on its own:
+All first bytes, all second bytes, ... : sign and exponent bytes of KV compress and mantissa bytes
+do not.
 
     for each plane: u32 little endian (bit 31: stored as it is; low bits: bytes that follow) | bytes
 
@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterable, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Sequence
+from typing import ClassVar
 
 import numpy as np
-import numpy.typing as npt
 import zstandard
 
-from prfaas.errors import CorruptKv, IncompatibleLayout
-
-Bytes = npt.NDArray[np.uint8]
+from prfaas.codecs.base import Bytes, Quality, Shape, item_bytes_of
+from prfaas.errors import CorruptKv
 
 _PLANE = struct.Struct("<I")
 _STORED = 1 << 31
@@ -30,47 +28,20 @@ _FASTEST = 1
 """Level at which zstd is to spend its time on entropy coding alone."""
 
 
-class Codec(Protocol):
-    """Encodes and decodes one frame's payload; thread-safe, long work releases the GIL."""
-
-    id: ClassVar[int]
-    name: ClassVar[str]
-
-    def encode(self, raw: Bytes, item_bytes: int) -> bytes | None:
-        """The encoded bytes, or None where the result would not be smaller than `raw`."""
-        ...
-
-    def decode_into(self, payload: memoryview, out: Bytes, item_bytes: int) -> None:
-        """Fill all of contiguous `out`. Raises CorruptKv; `out` then holds rubbish."""
-        ...
-
-
-class RawCodec:
-    """The bytes as they are."""
-
-    id: ClassVar[int] = 0
-    name: ClassVar[str] = "raw"
-
-    def encode(self, raw: Bytes, item_bytes: int) -> bytes | None:
-        return raw.tobytes()
-
-    def decode_into(self, payload: memoryview, out: Bytes, item_bytes: int) -> None:
-        if len(payload) != out.nbytes:
-            raise CorruptKv(f"raw payload has {len(payload)} bytes, not {out.nbytes}")
-        out[:] = np.frombuffer(payload, dtype=np.uint8)
-
-
 class PlanesZstdCodec:
     """Lossless: byte planes, each through zstd. Contexts are kept per thread."""
 
     id: ClassVar[int] = 1
-    name: ClassVar[str] = "planes-zstd"
+    name = "planes-zstd"
+    quality = Quality.EXACT
+    layer_span = 1
 
     def __init__(self, level: int = _FASTEST) -> None:
         self._parameters = _parameters(level)
         self._local = threading.local()
 
-    def encode(self, raw: Bytes, item_bytes: int) -> bytes | None:
+    def encode(self, raw: Bytes, shape: Shape) -> bytes | None:
+        item_bytes = item_bytes_of(shape)
         compress = self._compressor().compress
         parts: list[bytes] = []
         total = 0
@@ -83,7 +54,8 @@ class PlanesZstdCodec:
             total += _PLANE.size + len(parts[-1])
         return b"".join(parts) if total < raw.nbytes else None
 
-    def decode_into(self, payload: memoryview, out: Bytes, item_bytes: int) -> None:
+    def decode_into(self, payload: memoryview, out: Bytes, shape: Shape) -> None:
+        item_bytes = item_bytes_of(shape)
         if out.nbytes % item_bytes:
             raise CorruptKv(f"{out.nbytes} bytes are not a multiple of {item_bytes}")
         plane_bytes = out.nbytes // item_bytes
@@ -160,54 +132,3 @@ def merge_planes(planes: Sequence[Bytes], out: Bytes) -> None:
     """Inverse of `split_planes`, into contiguous `out`."""
     for index, plane in enumerate(planes):
         out[index :: len(planes)] = plane
-
-
-class CodecSet:
-    """The codecs one side speaks, found by number or name; frozen once made."""
-
-    def __init__(self, codecs: Iterable[Codec]) -> None:
-        self._by_id = {codec.id: codec for codec in codecs}
-        self._by_name = {codec.name: codec for codec in self._by_id.values()}
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Best first: a higher number is a newer codec."""
-        return tuple(self._by_id[i].name for i in sorted(self._by_id, reverse=True))
-
-    def only(self, names: Iterable[str]) -> CodecSet:
-        """Those of `names`; all for an empty list."""
-        wanted = set(names) or set(self._by_name)
-        return CodecSet(codec for name, codec in self._by_name.items() if name in wanted)
-
-    def by_id(self, codec_id: int) -> Codec:
-        """Raises CorruptKv for a number that was not negotiated."""
-        codec = self._by_id.get(codec_id)
-        if codec is None:
-            raise CorruptKv(f"codec {codec_id} is not one of {sorted(self._by_id)}")
-        return codec
-
-    def negotiate(self, offered: Iterable[str]) -> Codec:
-        """Our best codec that is in `offered`. Raises IncompatibleLayout (field `codecs`)."""
-        theirs = set(offered)
-        for name in self.names:
-            if name in theirs:
-                return self._by_name[name]
-        raise IncompatibleLayout(
-            f"no codec in common: {list(self.names)} here, {sorted(theirs)} there", field="codecs"
-        )
-
-
-RAW = RawCodec()
-
-
-def default_codecs(zstd_level: int = 1) -> CodecSet:
-    """All codecs of this version."""
-    return CodecSet((RAW, PlanesZstdCodec(zstd_level)))
-
-
-def encode(codec: Codec, raw: Bytes, item_bytes: int) -> tuple[int, bytes]:
-    """(codec number, payload): `raw` where `codec` does not make it smaller, so the payload is
-    never longer than `raw`.
-    """
-    payload = codec.encode(raw, item_bytes)
-    return (RAW.id, raw.tobytes()) if payload is None else (codec.id, payload)

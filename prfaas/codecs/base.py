@@ -1,0 +1,136 @@
+"""What a codec is: bytes of KV in, fewer bytes out, no I/O; a number on the wire names each one."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from prfaas.layout import ITEM_BYTES, GroupKind, LayerGroup
+
+Bytes = npt.NDArray[np.uint8]
+
+SINK_TOKENS = 4
+"""The first tokens of a prompt, which everything attends to: raw in every lossy codec."""
+
+
+class Quality(enum.StrEnum):
+    """What a codec may change, best first; docs/codecs.md has the bounds."""
+
+    EXACT = "exact"
+    NEAR = "near"
+    COMPACT = "compact"
+    TIGHT = "tight"
+
+    @property
+    def allowed(self) -> tuple[Quality, ...]:
+        """The classes that a request of this class may be served with: it and all better ones."""
+        order = tuple(Quality)
+        return order[: order.index(self) + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What is encoded together: some tokens and heads of some layers of one group.
+
+    Its bytes are [layer][k|v][token][head][dim], of a group that keeps state
+    [layer][head][state dim][dim]. `kv_heads`: of the group, of which [head_start, head_end) are
+    here.
+    """
+
+    kind: GroupKind
+    dtype: str
+    layers: tuple[int, ...]
+    token_start: int
+    token_end: int
+    head_start: int
+    head_end: int
+    kv_heads: int
+    head_dim: int
+    state_dim: int = 0
+
+    @classmethod
+    def of(
+        cls, group: LayerGroup, layers: tuple[int, ...], tokens: tuple[int, int],
+        heads: tuple[int, int] | None = None,
+    ) -> Tile:  # fmt: skip
+        """Some layers of a group; `heads`: all where not given."""
+        low, high = heads or (0, group.kv_heads)
+        return cls(
+            group.kind, group.dtype, layers, *tokens, low, high,
+            group.kv_heads, group.head_dim, group.state_dim,
+        )  # fmt: skip
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.kind is GroupKind.RECURRENT
+
+    @property
+    def tokens(self) -> int:
+        return self.token_end - self.token_start
+
+    @property
+    def heads(self) -> int:
+        return self.head_end - self.head_start
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has all heads of the group."""
+        return (self.head_start, self.head_end) == (0, self.kv_heads)
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        rows = self.heads * self.state_dim if self.keeps_state else 2 * self.tokens * self.heads
+        return len(self.layers) * rows * self.head_dim * self.item_bytes
+
+    @property
+    def sinks(self) -> int:
+        """How many of its tokens, the first ones, are sinks."""
+        return max(0, min(self.token_end, SINK_TOKENS) - self.token_start)
+
+
+Shape = Tile | int
+"""A tile, or bytes per item of bytes of which nothing else is known: lossy codecs leave those."""
+
+
+class Codec(Protocol):
+    """Encodes and decodes one frame's payload; thread-safe, long work releases the GIL."""
+
+    id: ClassVar[int]
+
+    @property
+    def name(self) -> str:
+        """As the handshake has it: of a calibrated codec with the digest of what it uses."""
+        ...
+
+    @property
+    def quality(self) -> Quality:
+        """The class it stays within; `exact` gives back the very bytes."""
+        ...
+
+    @property
+    def layer_span(self) -> int:
+        """Layers it wants in one tile: frames leave when so many are computed."""
+        ...
+
+    def encode(self, raw: Bytes, shape: Shape) -> bytes | None:
+        """The encoded bytes, or None where the result would not be smaller than `raw`, or where it
+        may not touch what is of this shape.
+        """
+        ...
+
+    def decode_into(self, payload: memoryview, out: Bytes, shape: Shape) -> None:
+        """Fill all of contiguous `out`. Raises CorruptKv; `out` then holds rubbish."""
+        ...
+
+
+def item_bytes_of(shape: Shape) -> int:
+    """Bytes per item of a shape."""
+    return shape.item_bytes if isinstance(shape, Tile) else shape

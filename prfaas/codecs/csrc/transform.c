@@ -1,0 +1,262 @@
+/* From items to quantised coefficients of a basis and back: unpacking, rotation, matrix products.
+ *
+ * A basis is packed in panels of 16 columns, [panel][row][16], padded with zeros, so that a panel is
+ * read in order. Values are float32 rows; coefficients int16 columns, as the entropy coder has them. */
+#include "native.h"
+
+enum { PANEL = 16, TILE = 6, F32 = 0, BF16 = 1, F16 = 2 };
+#define LARGEST 30000.0f
+
+static inline float from_bits(uint32_t v) { float f; memcpy(&f, &v, 4); return f; }
+static inline uint32_t to_bits(float f) { uint32_t v; memcpy(&v, &f, 4); return v; }
+
+static inline float half_to_float(uint16_t h)
+{
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, e = h >> 10 & 31, m = h & 1023;
+    if (e == 31)
+        return from_bits(sign | 0x7F800000u | m << 13);
+    if (e == 0) {
+        float f = (float)m * (1.0f / 16777216.0f);
+        return sign ? -f : f;
+    }
+    return from_bits(sign | (e + 112) << 23 | m << 13);
+}
+
+static inline uint16_t float_to_half(float f)
+{
+    uint32_t v = to_bits(f), sign = v >> 16 & 0x8000, a = v & 0x7FFFFFFF;
+    if (a >= 0x477FF000u) /* rounds to infinity: the largest finite value is nearer to what was */
+        return (uint16_t)(sign | 0x7BFF);
+    if (a < 0x38800000u)
+        return (uint16_t)(sign | (uint32_t)(from_bits(a) * 16777216.0f + 0.5f));
+    return (uint16_t)(sign | ((a - 0x38000000u + 0xFFF + (a >> 13 & 1)) >> 13));
+}
+
+static inline uint16_t float_to_bfloat(float f)
+{
+    uint32_t v = to_bits(f);
+    return (uint16_t)((v + 0x7FFF + (v >> 16 & 1)) >> 16);
+}
+
+/* One row of items as float32. */
+static inline void load_row(const uint8_t *src, size_t n, size_t kind, float *x)
+{
+    if (kind == BF16) {
+        for (size_t i = 0; i < n; i++) {
+            uint16_t v;
+            memcpy(&v, src + 2 * i, 2);
+            x[i] = from_bits((uint32_t)v << 16);
+        }
+    } else if (kind == F16) {
+        for (size_t i = 0; i < n; i++) {
+            uint16_t v;
+            memcpy(&v, src + 2 * i, 2);
+            x[i] = half_to_float(v);
+        }
+    } else {
+        memcpy(x, src, 4 * n);
+    }
+}
+
+/* Rows [rows][heads * dim] of `kind` to x, rotated back by `turns` ([rows][cos dim/2 | sin dim/2], may
+ * be NULL), less the mean. NO_GAIN where a value is not finite. */
+WIDE int load_rows(const uint8_t *src, size_t rows, size_t heads, size_t dim, size_t kind,
+                   const float *turns, const float *mean, float *x, size_t stride)
+{
+    size_t width = heads * dim, half = dim / 2, item = kind == F32 ? 4 : 2;
+    uint32_t worst = 0;
+    for (size_t r = 0; r < rows; r++, src += width * item, x += stride) {
+        load_row(src, width, kind, x);
+        for (size_t i = 0; i < width; i++) {
+            uint32_t a = to_bits(x[i]) & 0x7FFFFFFF;
+            worst = a > worst ? a : worst;
+        }
+        if (turns) {
+            const float *c = turns + r * dim, *s = c + half;
+            for (size_t h = 0; h < heads; h++) {
+                float *low = x + h * dim, *high = low + half;
+                for (size_t i = 0; i < half; i++) {
+                    float a = low[i], b = high[i];
+                    low[i] = a * c[i] + b * s[i];
+                    high[i] = b * c[i] - a * s[i];
+                }
+            }
+        }
+        for (size_t i = 0; i < width; i++)
+            x[i] -= mean[i];
+    }
+    return worst < 0x7F800000u ? 0 : NO_GAIN;
+}
+
+WIDE void store_rows(const float *x, size_t stride, size_t rows, size_t heads, size_t dim,
+                     size_t kind, const float *turns, const float *mean, uint8_t *dst)
+{
+    size_t width = heads * dim, half = dim / 2, item = kind == F32 ? 4 : 2;
+    float row[dim];
+    for (size_t r = 0; r < rows; r++, dst += width * item, x += stride) {
+        for (size_t h = 0; h < heads; h++) {
+            const float *from = x + h * dim, *m = mean + h * dim;
+            uint8_t *to = dst + h * dim * item;
+            for (size_t i = 0; i < dim; i++)
+                row[i] = from[i] + m[i];
+            if (turns) {
+                const float *c = turns + r * dim, *s = c + half;
+                for (size_t i = 0; i < half; i++) {
+                    float a = row[i], b = row[i + half];
+                    row[i] = a * c[i] - b * s[i];
+                    row[i + half] = b * c[i] + a * s[i];
+                }
+            }
+            if (kind == BF16)
+                for (size_t i = 0; i < dim; i++) {
+                    uint16_t v = float_to_bfloat(row[i]);
+                    memcpy(to + 2 * i, &v, 2);
+                }
+            else if (kind == F16)
+                for (size_t i = 0; i < dim; i++) {
+                    uint16_t v = float_to_half(row[i]);
+                    memcpy(to + 2 * i, &v, 2);
+                }
+            else
+                memcpy(to, row, 4 * dim);
+        }
+    }
+}
+
+/* Nearest integer, with those below 1 - dead taken for zero and the others moved towards it. */
+static inline float rounded(float v, float dead)
+{
+    float a = v < 0 ? -v : v;
+    float n = (float)(int32_t)(a < LARGEST * 2 ? a + dead : LARGEST * 2);
+    return v < 0 ? -n : n;
+}
+
+/* acc[TILE][PANEL] = x[TILE][width] * panel. */
+#define PRODUCT(count) \
+    do { \
+        for (size_t k = 0; k < width; k++) { \
+            const float *b = panel + k * PANEL; \
+            for (size_t i = 0; i < (count); i++) { \
+                float a = x[i * stride + k]; \
+                for (size_t j = 0; j < PANEL; j++) \
+                    acc[i][j] += a * b[j]; \
+            } \
+        } \
+    } while (0)
+
+static inline __attribute__((always_inline)) void product(const float *x, size_t count, size_t stride,
+                                                          size_t width, const float *panel,
+                                                          float acc[TILE][PANEL])
+{
+    for (size_t i = 0; i < TILE; i++)
+        for (size_t j = 0; j < PANEL; j++)
+            acc[i][j] = 0;
+    typedef float Eight __attribute__((vector_size(32), aligned(4)));
+    if (count == TILE) {
+        Eight l0 = {0}, l1 = {0}, l2 = {0}, l3 = {0}, l4 = {0}, l5 = {0};
+        Eight h0 = {0}, h1 = {0}, h2 = {0}, h3 = {0}, h4 = {0}, h5 = {0};
+        for (size_t k = 0; k < width; k++) {
+            Eight low, high;
+            memcpy(&low, panel + k * PANEL, 32);
+            memcpy(&high, panel + k * PANEL + 8, 32);
+#define ROW(i) l##i += low * x[i * stride + k]; h##i += high * x[i * stride + k];
+            ROW(0) ROW(1) ROW(2) ROW(3) ROW(4) ROW(5)
+#undef ROW
+        }
+#define OUT(i) memcpy(acc[i], &l##i, 32); memcpy(acc[i] + 8, &h##i, 32);
+        OUT(0) OUT(1) OUT(2) OUT(3) OUT(4) OUT(5)
+#undef OUT
+    } else {
+        PRODUCT(count);
+    }
+}
+
+/* q[cols][rows] of x[rows][width] in the first `cols` columns of the packed basis. NO_GAIN where one
+ * does not fit. */
+WIDE int forward(const float *x, size_t rows, size_t width, const float *basis, size_t cols,
+                 float scale, float dead, int16_t *q)
+{
+    float acc[TILE][PANEL], worst = 0;
+    /* A block of rows stays in the cache while all panels pass. */
+    for (size_t block = 0; block < rows; block += 8 * TILE) {
+        size_t stop = rows - block < 8 * TILE ? rows : block + 8 * TILE;
+        for (size_t p = 0; p * PANEL < cols; p++) {
+            size_t most = cols - p * PANEL < PANEL ? cols - p * PANEL : PANEL;
+            for (size_t r = block; r < stop; r += TILE) {
+                size_t n = stop - r < TILE ? stop - r : TILE;
+                product(x + r * width, n, width, width, basis + p * width * PANEL, acc);
+                for (size_t i = 0; i < n; i++)
+                    for (size_t j = 0; j < PANEL; j++) {
+                        float v = rounded(acc[i][j] * scale, dead), a = v < 0 ? -v : v;
+                        worst = a > worst ? a : worst;
+                        acc[i][j] = v;
+                    }
+                for (size_t j = 0; j < most; j++)
+                    for (size_t i = 0; i < n; i++)
+                        q[(p * PANEL + j) * rows + r + i] = (int16_t)(int32_t)acc[i][j];
+            }
+            if (!(worst <= LARGEST))
+                return NO_GAIN;
+        }
+    }
+    return 0;
+}
+
+/* x[rows][width] of q[cols][rows] in the first `cols` of `depth` rows of the packed basis; `scratch`:
+ * cols * 48 values. */
+WIDE void inverse(const int16_t *q, size_t rows, size_t cols, const float *basis, size_t depth,
+                  size_t width, float step, float *x, float *scratch)
+{
+    float acc[TILE][PANEL];
+    for (size_t block = 0; block < rows; block += 8 * TILE) {
+        size_t stop = rows - block < 8 * TILE ? rows : block + 8 * TILE;
+        for (size_t c = 0; c < cols; c++)
+            for (size_t r = block; r < stop; r++)
+                scratch[(r - block) * cols + c] = (float)q[c * rows + r] * step;
+        for (size_t p = 0; p * PANEL < width; p++) {
+            size_t most = width - p * PANEL < PANEL ? width - p * PANEL : PANEL;
+            for (size_t r = block; r < stop; r += TILE) {
+                size_t n = stop - r < TILE ? stop - r : TILE;
+                product(scratch + (r - block) * cols, n, cols, cols, basis + p * depth * PANEL, acc);
+                for (size_t i = 0; i < n; i++)
+                    memcpy(x + (r + i) * width + p * PANEL, acc[i], most * sizeof(float));
+            }
+        }
+    }
+}
+
+/* q[cols][rows] of x[rows][cols], each column by a scale of its own. */
+WIDE int quantise(const float *x, size_t rows, size_t cols, const float *scale, float dead, int16_t *q)
+{
+    float worst = 0;
+    for (size_t block = 0; block < rows; block += 16) {
+        size_t n = rows - block < 16 ? rows - block : 16;
+        for (size_t c = 0; c < cols; c += PANEL) {
+            size_t most = cols - c < PANEL ? cols - c : PANEL;
+            int16_t part[PANEL][16];
+            for (size_t i = 0; i < n; i++) {
+                const float *row = x + (block + i) * cols + c;
+                for (size_t j = 0; j < most; j++) {
+                    float v = rounded(row[j] * scale[c + j], dead), a = v < 0 ? -v : v;
+                    worst = a > worst ? a : worst;
+                    part[j][i] = (int16_t)(int32_t)v;
+                }
+            }
+            for (size_t j = 0; j < most; j++)
+                memcpy(q + (c + j) * rows + block, part[j], n * sizeof(int16_t));
+        }
+    }
+    return worst <= LARGEST ? 0 : NO_GAIN;
+}
+
+WIDE void dequantise(const int16_t *q, size_t rows, size_t cols, const float *step, float *x)
+{
+    for (size_t block = 0; block < rows; block += 16) {
+        size_t n = rows - block < 16 ? rows - block : 16;
+        for (size_t c = 0; c < cols; c++) {
+            const int16_t *from = q + c * rows + block;
+            for (size_t i = 0; i < n; i++)
+                x[(block + i) * cols + c] = (float)from[i] * step[c];
+        }
+    }
+}

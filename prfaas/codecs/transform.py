@@ -1,0 +1,272 @@
+"""Calibrated lossy codecs: rotate K back, take the mean off, change basis, quantise, code entropy.
+
+    the sinks' K and V as they are | coefficients of K, then of V, as `rans.c` has them
+
+With a basis, the layers of a span go together: neighbouring layers say much the same. The metric is
+that of the queries for K and of the output projection for V, so one step for all coefficients puts
+the error where it matters least, and entropy coding spends bits only where they are needed.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from prfaas.codecs.base import Bytes, Codec, Shape, Tile
+from prfaas.codecs.calibration import Calibration, Floats, Rung
+from prfaas.codecs.gate import misses
+from prfaas.codecs.native import Native
+from prfaas.codecs.sinks import join_sinks, sink_bytes, split_sinks
+from prfaas.errors import CorruptKv
+
+PANEL = 16
+DEAD = 0.46
+"""Below a half: a coefficient is rounded towards zero a little more often, which saves more bits
+than it costs error."""
+_KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
+_MOST_VALUES = 1 << 26
+_NO_TURNS = np.zeros(0, dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """Packed matrices of one span and one of K and V."""
+
+    into: Floats
+    back: Floats
+    columns: int
+
+
+class BasisStore:
+    """Packed bases of a calibration, made when first used and shared by its codecs."""
+
+    def __init__(self, calibration: Calibration) -> None:
+        self.calibration = calibration
+        self._made: dict[tuple[int, int], Basis] = {}
+        self._lock = threading.Lock()
+
+    def basis(self, span: int, part: int) -> Basis:
+        """Of span number `span`, K (0) or V (1)."""
+        with self._lock:
+            found = self._made.get((span, part))
+            if found is None:
+                found = self._made[span, part] = self._make(span, part)
+            return found
+
+    def _make(self, span: int, part: int) -> Basis:
+        low, high = self.calibration.header.spans[span]
+        basis = self.calibration.basis[2 * span + part].astype(np.float64)
+        metric = self.calibration.metric[low:high, part].astype(np.float64)
+        blocks = metric.reshape(-1, *metric.shape[-2:])
+        dim, columns = blocks.shape[1], basis.shape[1]
+        rows = basis.reshape(len(blocks), dim, columns)
+        into = np.einsum("bij,bjc->bic", blocks, rows).reshape(-1, columns)
+        back = np.linalg.solve(blocks, rows).reshape(-1, columns).T
+        return Basis(pack(into), pack(back), columns)
+
+
+class TransformCodec:
+    """One rung of a calibration."""
+
+    id: ClassVar[int]
+    codec: ClassVar[str]
+
+    def __init__(self, native: Native, store: BasisStore, rung: Rung, digest: str) -> None:
+        self.name = f"{self.codec}@{digest}"
+        self.quality = rung.quality
+        self._native = native
+        self._store = store
+        self._rung = rung
+        c = store.calibration
+        self._spans = {
+            c.header.layers[low:high]: index for index, (low, high) in enumerate(c.header.spans)
+        }
+        self._at = {layer: at for at, layer in enumerate(c.header.layers)}
+        self.layer_span = max(map(len, self._spans)) if rung.columns else 1
+        self._scale = np.ascontiguousarray(c.scale / rung.step, dtype=np.float32)
+        self._step = np.ascontiguousarray(rung.step / c.scale, dtype=np.float32)
+
+    def encode(self, raw: Bytes, shape: Shape) -> bytes | None:
+        if not isinstance(shape, Tile) or not self._fits(shape) or raw.nbytes != shape.nbytes:
+            return None
+        rows = shape.tokens - shape.sinks
+        sinks, rest = split_sinks(raw, shape)
+        q = self._quantised(rest, shape, rows)
+        if q is None:
+            return None
+        out = np.empty(self._native.rans_bound(rows, len(q)), dtype=np.uint8)
+        size = self._native.rans_encode(q, out, rows, len(q))
+        payload = sinks + out[:size].tobytes()
+        return payload if size > 0 and len(payload) < raw.nbytes else None
+
+    def decode_into(self, payload: memoryview, out: Bytes, shape: Shape) -> None:
+        if not isinstance(shape, Tile) or not self._fits(shape) or out.nbytes != shape.nbytes:
+            raise CorruptKv(f"{self.name} does not encode such tensors")
+        rows = shape.tokens - shape.sinks
+        at = sink_bytes(shape)
+        if len(payload) < at:
+            raise CorruptKv(f"{self.name} payload is truncated")
+        parts = self._columns(shape)
+        q = np.empty((sum(parts), rows), dtype=np.int16)
+        if self._native.rans_decode(payload[at:], q, rows, len(q)):
+            raise CorruptKv(f"{self.name} payload is damaged")
+        rest = self._restored(q, parts, shape, rows)
+        join_sinks(payload[:at], rest, out, shape)
+
+    def _fits(self, shape: Tile) -> bool:
+        header = self._store.calibration.header
+        sizes = (shape.kv_heads, shape.head_dim) == (header.kv_heads, header.head_dim)
+        if shape.keeps_state or not sizes or not shape.whole or shape.tokens <= shape.sinks:
+            return False
+        if shape.nbytes > _MOST_VALUES:
+            return False
+        if self._rung.columns:
+            return shape.layers in self._spans
+        return all(layer in self._at for layer in shape.layers)
+
+    def _columns(self, shape: Tile) -> tuple[int, int]:
+        """Coefficients of a token of K and of V."""
+        if self._rung.columns:
+            return self._rung.columns[self._spans[shape.layers]]
+        width = len(shape.layers) * shape.kv_heads * shape.head_dim
+        return width, width
+
+    def _quantised(self, rest: Bytes, shape: Tile, rows: int) -> npt.NDArray[np.int16] | None:
+        heads, dim = shape.kv_heads, shape.head_dim
+        width, layers = heads * dim, len(shape.layers)
+        columns = self._columns(shape)
+        q = np.empty((sum(columns), rows), dtype=np.int16)
+        x = np.empty((rows, layers * width), dtype=np.float32)
+        mean = self._store.calibration.mean
+        halves = rest.reshape(layers, 2, -1)
+        kind = _KINDS[shape.dtype]
+        for part in (0, 1):
+            turns = self._turns(shape) if part == 0 else _NO_TURNS
+            for i, layer in enumerate(shape.layers):
+                if self._native.load_rows(
+                    halves[i, part], turns, mean[self._at[layer], part], x,
+                    rows, heads, dim, kind, layers * width, i * width,
+                ):  # fmt: skip
+                    return None
+            into = q[: columns[0]] if part == 0 else q[columns[0] :]
+            if self._coefficients(x, into, shape, part):
+                return None
+        return q
+
+    def _coefficients(self, x: Floats, q: npt.NDArray[np.int16], shape: Tile, part: int) -> int:
+        rows, width = x.shape
+        if not self._rung.columns:
+            at = [self._at[layer] for layer in shape.layers]
+            scale = np.ascontiguousarray(self._scale[at, part]).reshape(-1)
+            return self._native.quantise(x, scale, q, rows, width, 0.5)
+        basis = self._store.basis(self._spans[shape.layers], part)
+        return self._native.forward(
+            x, basis.into, q, rows, width, len(q), 1 / self._rung.step, DEAD
+        )
+
+    def _restored(
+        self, q: npt.NDArray[np.int16], columns: tuple[int, int], shape: Tile, rows: int
+    ) -> Bytes:
+        heads, dim = shape.kv_heads, shape.head_dim
+        width, layers = heads * dim, len(shape.layers)
+        x = np.empty((rows, layers * width), dtype=np.float32)
+        rest = np.empty((layers, 2, rows * width * shape.item_bytes), dtype=np.uint8)
+        mean = self._store.calibration.mean
+        for part in (0, 1):
+            coefficients = q[: columns[0]] if part == 0 else q[columns[0] :]
+            if not self._rung.columns:
+                at = [self._at[layer] for layer in shape.layers]
+                step = np.ascontiguousarray(self._step[at, part]).reshape(-1)
+                self._native.dequantise(coefficients, step, x, rows, layers * width)
+            else:
+                basis = self._store.basis(self._spans[shape.layers], part)
+                self._native.inverse(
+                    coefficients, basis.back, x,
+                    rows, columns[part], basis.columns, layers * width, self._rung.step,
+                )  # fmt: skip
+            turns = self._turns(shape) if part == 0 else _NO_TURNS
+            for i, layer in enumerate(shape.layers):
+                self._native.store_rows(
+                    rest[i, part], turns, mean[self._at[layer], part], x,
+                    rows, heads, dim, _KINDS[shape.dtype], layers * width, i * width,
+                )  # fmt: skip
+        return rest
+
+    def _turns(self, shape: Tile) -> Floats:
+        """Cosines and sines of the tile's tokens but the sinks, [tokens, head_dim]."""
+        inv_freq = self._store.calibration.inv_freq
+        if not inv_freq.size:
+            return _NO_TURNS
+        positions = np.arange(shape.token_start + shape.sinks, shape.token_end, dtype=np.float64)
+        # As engines do: the product in single precision, whatever its rounding.
+        angles = positions.astype(np.float32)[:, None] * inv_freq
+        angles = angles.astype(np.float64)
+        return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
+
+
+class NearChannels(TransformCodec):
+    """Channel by channel, no basis: fast."""
+
+    id: ClassVar[int] = 4
+    codec = "near-channels"
+
+
+class NearBasis(TransformCodec):
+    """In the basis, as good as `near-channels` in fewer bytes."""
+
+    id: ClassVar[int] = 5
+    codec = "near-basis"
+
+
+class CompactBasis(TransformCodec):
+    """In the basis, coarser."""
+
+    id: ClassVar[int] = 6
+    codec = "compact-basis"
+
+
+class TightBasis(TransformCodec):
+    """In the basis, as coarse as it gets."""
+
+    id: ClassVar[int] = 7
+    codec = "tight-basis"
+
+
+RUNGS: dict[str, type[TransformCodec]] = {
+    kind.codec: kind for kind in (NearChannels, NearBasis, CompactBasis, TightBasis)
+}
+
+
+def make_codec(native: Native, calibration: Calibration, rung: Rung) -> TransformCodec:
+    """The codec of a rung, whatever was measured of it. Raises ValueError for an unknown one."""
+    kind = RUNGS.get(rung.codec)
+    if kind is None:
+        raise ValueError(f"codec {rung.codec!r} is not one of {sorted(RUNGS)}")
+    return kind(native, BasisStore(calibration), rung, calibration.digest)
+
+
+def calibrated_codecs(native: Native, calibration: Calibration) -> list[Codec]:
+    """The rungs of a calibration that were measured to keep within their class."""
+    store, digest = BasisStore(calibration), calibration.digest
+    return [
+        RUNGS[rung.codec](native, store, rung, digest)
+        for rung in calibration.header.rungs
+        if rung.codec in RUNGS
+        and rung.measured is not None
+        and not misses(rung.quality, rung.measured)
+    ]
+
+
+def pack(matrix: npt.NDArray[np.float64]) -> Floats:
+    """[rows, columns] in panels of 16 columns, [panel][row][16], padded with zeros."""
+    rows, columns = matrix.shape
+    panels = -(-columns // PANEL)
+    padded = np.zeros((rows, panels * PANEL))
+    padded[:, :columns] = matrix
+    return np.ascontiguousarray(
+        padded.reshape(rows, panels, PANEL).transpose(1, 0, 2), dtype=np.float32
+    )

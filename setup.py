@@ -1,0 +1,35 @@
+"""The one part of the build that pyproject.toml cannot say: the codecs' C extension.
+
+It is optional: without a compiler everything else works, and fewer codecs are offered.
+"""
+
+import sys
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+
+SOURCES = ["exponent", "int8", "module", "rans", "transform"]
+FLAGS = [] if sys.platform == "win32" else ["-O2", "-std=gnu11", "-fno-math-errno", "-Wall"]
+
+
+class AbiWheel(bdist_wheel):
+    """One wheel for every Python from 3.11 on."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return ("cp311", "abi3", platform) if python.startswith("cp") else (python, abi, platform)
+
+
+setup(
+    cmdclass={"bdist_wheel": AbiWheel},
+    ext_modules=[
+        Extension(
+            "prfaas.codecs._native",
+            [f"prfaas/codecs/csrc/{name}.c" for name in SOURCES],
+            depends=["prfaas/codecs/csrc/native.h", "prfaas/codecs/csrc/ladder.h"],
+            extra_compile_args=FLAGS,
+            py_limited_api=True,
+            optional=True,
+        )
+    ],
+)
