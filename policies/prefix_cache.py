@@ -79,14 +79,13 @@ class PrefixCache:
         if not whole:
             return
         renew = held.move_to_end
-        tokens = self._tokens
-        for index in range(whole - 1, -1, -1):
-            block = blocks[index]
+        before = len(held)
+        for block in reversed(blocks[:whole]):
             if block in held:
                 renew(block)
             else:
                 held[block] = False
-                tokens += BLOCK_TOKENS
+        tokens = self._tokens + (len(held) - before) * BLOCK_TOKENS
         if spec.state_tokens:
             tokens += self._keep_states(blocks, whole)
         self._tokens = tokens

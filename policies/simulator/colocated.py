@@ -101,9 +101,9 @@ class ColocatedNode:
         now = self._loop.now
         self._busy = False
         self._version += 1
-        for job in self._batch.pop_ended():
-            self._release(job)
-            self._on_finished(job)
+        for ended in self._batch.pop_ended():
+            self._release(ended)
+            self._on_finished(ended)
         self._join_arrived(now)
         job = self._next_prompt(now)
         if job is None:
@@ -149,7 +149,7 @@ class ColocatedNode:
     def _decoded(self, version: int) -> None:
         if version != self._version or self._busy:
             return
-        self._batch.advance(self._loop.now)
+        self._batch.reach_end(self._loop.now)
         self._step()
 
     def _join_arrived(self, now: float) -> None:
@@ -166,10 +166,7 @@ class ColocatedNode:
         job = self._queue[0][2]
         if not job.computed:
             if not self._has_room(job):
-                job = self._begun_prompt()
-                if job is None:
-                    return None
-                return job
+                return self._begun_prompt()
             self._take(job)
             self._begun += 1
             job.queue_s += now - job.queued_at

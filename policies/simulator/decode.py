@@ -40,11 +40,12 @@ class Batch:
         """Make tokens until now."""
         elapsed = now - self._since
         self._since = now
-        if elapsed > 0 and self._ends:
+        size = len(self._ends)
+        if elapsed > 0 and size:
             made = elapsed / self.step_s
             self._tokens += made
-            self._context += made * len(self._ends)
-            self.busy_s += elapsed * len(self._ends)
+            self._context += made * size
+            self.busy_s += elapsed * size
 
     def one_step(self, now: float) -> None:
         """Exactly one step, which ends now, for all in the batch."""
@@ -52,6 +53,13 @@ class Batch:
         self._tokens += 1
         self._context += len(self._ends)
         self.busy_s += self.step_s * len(self._ends)
+
+    def reach_end(self, now: float) -> None:
+        """Make tokens until now, which is when the next sequence ends: rounding of the clock must
+        not leave a sliver that no time is short enough for."""
+        self.advance(now)
+        if self._ends:
+            self._tokens = max(self._tokens, self._ends[0][0])
 
     def hold(self, now: float) -> None:
         """No tokens until now: the node did something else."""
@@ -87,7 +95,7 @@ class DecodeNodes:
     """D's decoding nodes behind one first-come queue; nothing to close.
 
     A sequence takes a slot and KV room for its prompt and all of its answer, so that nothing is
-    preempted. The fullest node with room does not exist: the emptiest takes it.
+    preempted. The emptiest node with room takes the next one.
     """
 
     def __init__(
@@ -104,6 +112,7 @@ class DecodeNodes:
         self._kv_tokens = kv_tokens
         self._on_first_token, self._on_finished = on_first_token, on_finished
         self._batches = [Batch(profile) for _ in range(nodes)]
+        self._sizes = [0] * nodes
         self._kv_used = [0] * nodes
         self._version = [0] * nodes
         self._waiting: deque[Job] = deque()
@@ -132,14 +141,13 @@ class DecodeNodes:
         return min(batch.step_s for batch in self._batches)
 
     def _admit(self) -> None:
-        batches, waiting = self._batches, self._waiting
+        batches, waiting, sizes = self._batches, self._waiting, self._sizes
         while waiting:
             job = waiting[0]
             need = job.request.prompt_tokens + job.request.output_tokens
             at = -1
             fewest = self._slots
-            for index, batch in enumerate(batches):
-                size = len(batch)
+            for index, size in enumerate(sizes):
                 if size < fewest and self._fits(index, need):
                     at, fewest = index, size
             if at < 0:
@@ -150,6 +158,7 @@ class DecodeNodes:
             batch.advance(now)
             batch.add(job)
             self._kv_used[at] += need
+            sizes[at] += 1
             job.decode_wait_s = now - job.decode_at
             self._on_first_token(job, now + batch.step_s)
             self._schedule(at)
@@ -164,7 +173,7 @@ class DecodeNodes:
     def _schedule(self, index: int) -> None:
         self._version[index] += 1
         batch = self._batches[index]
-        if len(batch):
+        if self._sizes[index]:
             then = self._loop.now + batch.next_end_s()
             self._loop.at(then, self._ended, (index, self._version[index]))
 
@@ -173,9 +182,10 @@ class DecodeNodes:
         if version != self._version[index]:
             return
         batch = self._batches[index]
-        batch.advance(self._loop.now)
+        batch.reach_end(self._loop.now)
         for job in batch.pop_ended():
             self._kv_used[index] -= job.request.prompt_tokens + job.request.output_tokens
+            self._sizes[index] -= 1
             self._on_finished(job)
         self._schedule(index)
         self._admit()

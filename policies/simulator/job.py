@@ -21,7 +21,7 @@ class Job:
         "fallback",
         "first_token_at",
         "flow",
-        "key",
+        "kept", "key",
         "order",
         "peer",
         "plan",
@@ -57,6 +57,8 @@ class Job:
         self.uncached = 0
         """To prefill where it waits now; set again when its prefill starts."""
         self.cached = 0
+        self.kept = 0
+        """Leading tokens D has KV of from a transfer that ended early."""
         self.computed = 0
         """Of `uncached`, done in earlier chunks."""
         self.uncached_d = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from policies.simulator.events import EventLoop
@@ -53,11 +54,10 @@ class SharedLink:
         return len(self._flows)
 
     def open(self, flow: Flow) -> None:
-        """Bytes of a transfer may come from now on."""
+        """A transfer begins; `making` or `seal` follows at once, and shares the link anew."""
         self._advance()
         self._flows.append(flow)
         self.peak_flows = max(self.peak_flows, len(self._flows))
-        self._retime()
 
     def making(self, flow: Flow, stream_bytes: float, seconds: float) -> None:
         """For so many seconds from now, so many bytes of it are made evenly."""
@@ -178,11 +178,13 @@ class SharedLink:
         if ended:
             self._flows = [f for f in self._flows if f not in ended]
         else:
-            # Rounding: what should have drained by now has.
+            # Rounding: what should have drained by now has. The clock's own grain counts, or a
+            # sliver could be left that no time is short enough for.
+            sliver = max(1.0, 4 * math.ulp(self._loop.now) * self.bytes_per_s)
             for flow in self._flows:
-                if flow.backlog < 1.0 and not flow.sealed:
+                if flow.backlog < sliver and not flow.sealed:
                     flow.backlog = 0.0
-                elif flow.sealed and flow.left < 1.0:
+                elif flow.sealed and flow.left < sliver:
                     flow.left = 0.0
         self._retime()
         for flow in ended:

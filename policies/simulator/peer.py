@@ -37,6 +37,9 @@ class PeerSite:
         self._loop = loop
         self.cache = PrefixCache(CacheSpec.of(profile.model, spec.cache_tokens))
         self.link = SharedLink(loop, spec.link.bytes_per_s, on_sent)
+        self.usual_rate = spec.link.bytes_per_s
+        """Of the link, while it is up."""
+        self.link_up = True
         self.up = True
         self.heard = True
         """Its telemetry reaches the gateway."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from policies.prefix_cache import CacheSpec, PrefixCache
 from policies.scenario import Fault, Profiles, Scenario
 from policies.simulator.events import EventLoop
@@ -16,7 +18,11 @@ from policies.simulator.view import FREE_BYTES, View, matched_at_d
 from policies.workload.request import Request
 from prfaas.errors import ConfigError
 from prfaas.interfaces import LearningPolicy, RoutingPolicy
+from prfaas.profile import Profile, Vector
 from prfaas.snapshot import Outcome, RequestFacts, Target
+
+NEVER_S = 30 * 86400.0
+"""Virtual time without any request finishing, after which none will."""
 
 
 def simulate(
@@ -72,7 +78,7 @@ class Simulation:
         self._import_s_per_byte = 0.0 if rate is None else 1 / (rate * 1e9)
         self._jobs: list[Job] = []
         self._finished_count = 0
-        self._last_at = 0.0
+        self._last_at = self._done_at = 0.0
 
     def run(self, requests: Iterable[Request]) -> Result:
         self._schedule_link_changes()
@@ -89,9 +95,8 @@ class Simulation:
         if not self._jobs:
             raise ConfigError("the workload has no requests")
         while self._finished_count < len(self._jobs):
-            before = self._loop.fired
             self._loop.run_until(self._loop.now + 60.0)
-            if self._loop.fired == before and self._loop.now > self._last_at + 86400:
+            if self._loop.now > max(self._last_at, self._done_at) + NEVER_S:
                 raise ConfigError("requests are left that nothing will ever finish")
         return self._result()
 
@@ -133,7 +138,10 @@ class Simulation:
             self._staging_free -= job.raw_bytes
             self._staging_low = min(self._staging_low, self._staging_free)
             job.wire_bytes = site.wire_bytes(lacking)
-            matched = site.cache.match(job.request.blocks, job.request.prompt_tokens)
+            if job.tries == 1:  # just decided: the snapshot has it
+                matched = self._view.matched[peer]
+            else:
+                matched = site.cache.match(job.request.blocks, job.request.prompt_tokens)
             job.cached = max(0, min(matched, job.want - 1))
             job.uncached = max(1, job.want - job.cached)
             job.computed = 0
@@ -147,8 +155,9 @@ class Simulation:
 
     def _go_local(self, job: Job, fallback: str, kept: int = 0) -> None:
         """D prefills it; `kept`: leading tokens it has KV of, from a transfer that ended early."""
-        job.remote, job.fallback = False, fallback
-        matched = max(kept, matched_at_d(self._cache, job.request))
+        job.remote, job.fallback, job.kept = False, fallback, kept
+        # What the cache has by now is looked up when its prefill starts.
+        matched = max(kept, job.want - job.uncached_d)
         job.cached, job.computed = matched, 0
         job.uncached = max(1, job.want - matched)
         self._view.sent_local(job.uncached)
@@ -158,7 +167,7 @@ class Simulation:
 
     def _start_local(self, job: Job) -> None:
         if not job.computed:
-            matched = max(matched_at_d(self._cache, job.request), job.cached)
+            matched = max(matched_at_d(self._cache, job.request), job.kept)
             job.cached = min(matched, job.want - 1) if job.want > 1 else 0
             job.uncached = max(1, job.want - job.cached)
 
@@ -170,6 +179,7 @@ class Simulation:
 
     def _finished(self, job: Job) -> None:
         self._finished_count += 1
+        self._done_at = self._loop.now
 
     # --- at a peer ------------------------------------------------------------------------------
 
@@ -247,8 +257,12 @@ class Simulation:
 
     def _set_rate(self, what: tuple[PeerSite, float]) -> None:
         site, rate = what
-        site.link.set_rate(rate)
-        if rate <= 0 and len(site.link):
+        site.usual_rate = rate
+        self._apply_rate(site)
+
+    def _apply_rate(self, site: PeerSite) -> None:
+        site.link.set_rate(site.usual_rate if site.link_up else 0.0)
+        if site.link.bytes_per_s <= 0 and len(site.link):
             self._watch(site)
 
     def _dip(self, what: tuple[PeerSite, float]) -> None:
@@ -258,8 +272,7 @@ class Simulation:
         self._set_rate((site, low))
         now = self._loop.now
         self._loop.at(now + dips.for_s, self._set_rate, (site, site.spec.link.bytes_per_s))
-        if now < self._last_at + dips.every_s or self._finished_count < len(self._jobs):
-            self._loop.at(now + dips.every_s, self._dip, (site, low))
+        self._loop.at(now + dips.every_s, self._dip, (site, low))
 
     def _watch(self, site: PeerSite) -> None:
         self._loop.at(
@@ -283,7 +296,8 @@ class Simulation:
             for job in site.fail():
                 self._abandon(job, "peer_down", site.give_up(job))
         elif fault.kind == "link_down":
-            self._set_rate((site, 0.0))
+            site.link_up = False
+            self._apply_rate(site)
         elif fault.kind == "telemetry_lost":
             site.heard = False
         else:
@@ -296,7 +310,8 @@ class Simulation:
         if fault.kind == "peer_down":
             site.up = True
         elif fault.kind == "link_down":
-            self._set_rate((site, site.spec.link.bytes_per_s))
+            site.link_up = True
+            self._apply_rate(site)
         elif fault.kind == "telemetry_lost":
             site.heard = True
         else:
@@ -313,9 +328,7 @@ class Simulation:
                 raise ConfigError(f"request {request.number}: {error.message}") from error
 
     def _result(self) -> Result:
-        elapsed = max(self._loop.now, 1e-9)
-        last = max(job.first_token_at for job in self._jobs)
-        span = max(min(elapsed, last), 1e-9)
+        span = max(self._done_at, 1e-9)
         prefill_s, decode_s = self._local.busy_s()
         prefilling, decoding = self._local.nodes()
         slots = max(1, decoding * self._profiles.decode.decode.max_batch)
@@ -332,7 +345,7 @@ class Simulation:
         return Result(
             self._policy.name,
             [self._row(job) for job in self._jobs],
-            [self._fastest_s(job) for job in self._jobs],
+            self._fastest_s(),
             used,
             egress,
             self._loop.fired,
@@ -343,14 +356,18 @@ class Simulation:
         request = job.request
         ttft_s = job.first_token_at - request.arrival_s
         decode_s = job.first_token_at - (job.decode_at if job.decode_at == job.decode_at else 0.0)
-        transfer_s = ttft_s - job.queue_s - job.prefill_s - decode_s
+        queue_s = job.queue_s
+        transfer_s = ttft_s - queue_s - job.prefill_s - decode_s
+        if not job.remote and not job.fallback:
+            # Steps of others between its chunks: D's queue, not a transfer.
+            queue_s, transfer_s = queue_s + transfer_s, 0.0
         return Row(
             request.number,
             request.arrival_s,
             request.prompt_tokens,
             job.uncached_d,
             ttft_s,
-            job.queue_s,
+            queue_s,
             job.prefill_s,
             transfer_s,
             decode_s,
@@ -359,18 +376,26 @@ class Simulation:
             job.fallback,
         )
 
-    def _fastest_s(self, job: Job) -> float:
-        """TTFT of the request alone, on the site that would be fastest, with what D had cached."""
-        uncached = max(1, job.uncached_d)
-        cached = max(0, job.want - uncached)
-        step_s = self._profiles.decode.step_s(1, job.request.prompt_tokens)
-        best = self._profiles.prefill.prefill_s(uncached, cached)
+    def _fastest_s(self) -> list[float]:
+        """TTFT of each request alone, on the site that would be fastest, with what D had cached."""
+        uncached = np.array([max(1, job.uncached_d) for job in self._jobs], dtype=float)
+        cached = np.array([max(0, job.want - max(1, job.uncached_d)) for job in self._jobs])
+        prompts = np.array([job.request.prompt_tokens for job in self._jobs])
+        best = _alone_s(self._profiles.prefill, uncached, cached)
         for site in self._peers.values():
-            link = site.spec.link
-            carried = site.wire_bytes(uncached) / link.bytes_per_s
-            compute = site.profile.prefill_s(uncached, cached)
-            best = min(best, link.rtt_ms / 1e3 + max(compute, carried))
-        return best + step_s
+            link, model = site.spec.link, site.profile.model
+            carried = model.token_bytes * uncached / site.wire_ratio + model.state_bytes
+            compute = _alone_s(site.profile, uncached, cached)
+            away = link.rtt_ms / 1e3 + np.maximum(compute, carried / link.bytes_per_s)
+            best = np.minimum(best, away)
+        decode = self._profiles.decode
+        steps = [decode.step_s(1, tokens) for tokens in prompts.tolist()]
+        found: list[float] = (best + np.array(steps)).tolist()
+        return found
+
+
+def _alone_s(profile: Profile, uncached: Vector, cached: Vector) -> Vector:
+    return profile.time_scale * profile.prefill.seconds_of(uncached, cached)
 
 
 def with_rate(scenario: Scenario, rate_per_s: float) -> Scenario:

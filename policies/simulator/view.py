@@ -85,6 +85,8 @@ class View:
             for index, site in enumerate(peers.values())
             for at, name in enumerate(site.places)
         }
+        self.matched: dict[str, int] = {}
+        """Prefix match at each peer, of the request that the latest snapshot was for."""
         self._sent_local = _Sent()
         self._sent = {(site.spec.name, name): _Sent() for site, name, _ in self._places}
         self._coming: deque[tuple[float, Report]] = deque()
@@ -125,7 +127,7 @@ class View:
             load = self._local_load = self._engine_load(self._visible[0], self._sent_local, 0.0)
         local = LocalEngine("d", load, self._local.profile.curve, local_cached, staging_free, True)
         remotes = []
-        matched: dict[str, int] = {}
+        matched = self.matched = {}
         for site, name, place in self._places:
             peer = site.spec.name
             if peer not in matched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -31,11 +32,11 @@ def plot_workload(columns: Columns, path: Path) -> None:
     shares.hist(share, bins=50, color="tab:blue")
     shares.set(xlabel="uncached share of the prompt", ylabel="requests", title="Reuse")
     span = float(columns.arrival_s[-1] - columns.arrival_s[0])
-    window = max(1.0, span / 200)
+    window = max(1, math.ceil(span / 200))
     at = ((columns.arrival_s - columns.arrival_s[0]) / window).astype(int)
     counts = np.bincount(at) / window
     arrivals.step(np.arange(len(counts)) * window, counts, where="post")
-    arrivals.set(xlabel="seconds", ylabel="requests a second", title=f"Arrivals ({window:g} s)")
+    arrivals.set(xlabel="seconds", ylabel="requests a second", title=f"Arrivals, by {window} s")
     between = np.sort(np.diff(columns.arrival_s))
     if len(between) and between[-1] > 0:
         tail = 1 - (np.arange(len(between)) + 0.5) / len(between)

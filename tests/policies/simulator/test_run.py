@@ -104,6 +104,18 @@ def test_dips_come_again_and_again(site: Any) -> None:
     assert ttft(result)[0] == pytest.approx(17.4 + STEP, rel=1e-3)
 
 
+def test_dips_go_on_while_nothing_is_sent_and_outages_leave_changes_in_force(site: Any) -> None:
+    site.link.update(gbit_per_s=0.008, dips={"every_s": 100.0, "for_s": 50.0, "to_share": 0.1})
+    late = site.run([Request(0, 0.0, 11, 1), Request(1, 5050.0, 2 * MB + 1, 1)], "always_remote")
+    # 0.1 MB/s for 2 s of computing and on until 2 MB are there
+    assert ttft(late)[1] == pytest.approx(20.0 + STEP, rel=0.01)
+    site.link = {"gbit_per_s": 0.008, "changes": [{"at_s": 2.0, "gbit_per_s": 0.004}]}
+    site.rest["faults"] = [{"kind": "link_down", "at_s": 1.0, "for_s": 2.0}]
+    result = site.run([Request(0, 0.0, 10 * MB + 1, 1)], "always_remote")
+    # 0.9 MB in the first second, nothing for two, then 0.5 MB/s
+    assert ttft(result)[0] == pytest.approx(3.0 + 9.1 / 0.5 + STEP, rel=0.01)
+
+
 def test_a_prefix_is_computed_and_sent_once(site: Any) -> None:
     blocks = tuple(range(20))
     rows = [
@@ -358,6 +370,23 @@ def test_offloads_stop_soon_after_the_link_drops_and_come_back(site: Any) -> Non
     assert [t for t in remote if 40 < t < 60]
     assert not [t for t in remote if 62 < t < 80]
     assert [t for t in remote if 82 < t < 110]
+
+
+@pytest.mark.parametrize("policy", ["always_local", "always_remote"])
+@pytest.mark.parametrize("colocated", [False, True])
+def test_late_times_leave_no_sliver_that_never_ends(
+    site: Any, policy: str, colocated: bool
+) -> None:
+    """At 1e9 s the clock has a grain of a tenth of a microsecond."""
+    if colocated:
+        site.local = {"instances": 1, "colocated": True}
+    site.link["gbit_per_s"] = 100.0
+    rows = [
+        Request(r.number, 1e9 + r.arrival_s, r.prompt_tokens, r.output_tokens)
+        for r in random_requests(200, 0.5)
+    ]
+    result = site.run(rows, policy)
+    assert all(0 < row.ttft_s < 1000 for row in result.rows)
 
 
 def test_short_prompts_at_half_load_leave_only_where_d_has_a_queue(site: Any) -> None:

@@ -1,0 +1,91 @@
+"""The highest rate at which a policy holds objectives in the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from policies.scenario import Objectives, Profiles, Scenario
+from policies.simulator.result import Summary
+from policies.simulator.run import simulate
+from policies.workload.request import Request
+from prfaas.errors import ConfigError
+from prfaas.interfaces import RoutingPolicy
+
+Workload = Callable[[float], Iterable[Request]]
+"""Requests at a rate: generated so, or a trace so much faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """Objectives on TTFT over that of the same request alone on the fastest site."""
+
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedCapacity:
+    """A rate that holds, what it is like, and the next rate tried, which does not."""
+
+    rate_per_s: float
+    summary: Summary
+    failing_rate_per_s: float
+
+
+def holds(summary: Summary, objectives: Objectives, slowdown: Slowdown | None = None) -> bool:
+    """Whether a run met every objective on TTFT, and on slowdown where there is one."""
+    reached = {0.90: summary.ttft_p90_s, 0.99: summary.ttft_p99_s}
+    if any(reached[share] > seconds for share, seconds in objectives.ttft):
+        return False
+    if slowdown is None:
+        return True
+    return summary.slowdown_p90 <= slowdown.p90 and summary.slowdown_p99 <= slowdown.p99
+
+
+def capacity(
+    scenario: Scenario,
+    profiles: Profiles,
+    workload: Workload,
+    make: Callable[[], RoutingPolicy[Any]],
+    objectives: Objectives,
+    *,
+    start_rate_per_s: float,
+    precision: float = 0.02,
+    slowdown: Slowdown | None = None,
+    warm_up_s: float = 0.0,
+) -> SimulatedCapacity:
+    """Double or halve from `start_rate_per_s` to bracket the rate, then bisect to `precision`.
+
+    `warm_up_s`: of the workload's own time at rate `start_rate_per_s`; it shrinks as rates grow.
+    Raises ConfigError where not even a thousandth of the start rate holds: infeasible.
+    """
+
+    def tried(rate: float) -> Summary:
+        result = simulate(scenario, profiles, workload(rate), make())
+        return result.summary(warm_up_s * start_rate_per_s / rate)
+
+    low, best = 0.0, None
+    high = start_rate_per_s
+    while holds(summary := tried(high), objectives, slowdown):
+        low, best, high = high, summary, high * 2
+    while best is None:
+        if high < start_rate_per_s / 1000:
+            raise ConfigError(
+                f"infeasible: at {high:.3g} requests/s TTFT is {summary.ttft_p90_s:.3g} s at P90 "
+                f"and {summary.ttft_p99_s:.3g} s at P99 still"
+            )
+        summary = tried(high / 2)
+        if holds(summary, objectives, slowdown):
+            low, best = high / 2, summary
+        else:
+            high /= 2
+    while high - low > precision * low:
+        middle = (low + high) / 2
+        summary = tried(middle)
+        if holds(summary, objectives, slowdown):
+            low, best = middle, summary
+        else:
+            high = middle
+    return SimulatedCapacity(low, best, high)
