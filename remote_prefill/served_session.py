@@ -118,9 +118,11 @@ class ServedSession:
             reader.cancel()
             # gRPC cannot end a stream in the middle of a write.
             outgoing.put_nowait(None)
-            await asyncio.wait({writer}, timeout=LAST_WRITE_S)
-            writer.cancel()
-            await asyncio.gather(writer, reader, return_exceptions=True)
+            try:
+                await asyncio.wait({writer}, timeout=LAST_WRITE_S)
+            finally:  # gRPC may cancel this wait
+                writer.cancel()
+                await asyncio.gather(writer, reader, return_exceptions=True)
 
     def heard(self, frame: Frame) -> None:
         """A control frame from the other side. Raises ProtocolError."""

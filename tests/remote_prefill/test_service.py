@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from dataclasses import replace
 from typing import Any
@@ -422,6 +423,47 @@ async def test_a_client_that_is_gone_after_the_seal_is_freed_with_its_lease(
     began = time.monotonic()
     await site.clean()
     assert time.monotonic() - began < 1.0
+
+
+class LeavingStream:
+    """A control stream whose other side has closed its end, and is gone when it is written to."""
+
+    def __init__(self) -> None:
+        self.writing = asyncio.Event()
+        self.gone = asyncio.Event()
+
+    async def read(self) -> object:
+        await self.writing.wait()
+        return None
+
+    async def write(self, message: bytes) -> None:
+        self.writing.set()
+        await self.gone.wait()
+        raise Cancelled("the other side has left")
+
+
+async def test_a_handler_that_grpc_cancels_at_its_end_leaves_no_unread_exception(
+    prefill_site: Any, tokens: Any
+) -> None:
+    site = await prefill_site(engine={"script": PrefillScript(stop_before=(1, 0))})
+    client = await site.client(tokens(20)).open()
+    await client.until(FrameType.KV)
+    (served,) = site.agent.sessions.values()
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    stream = LeavingStream()
+    attending = asyncio.create_task(served.attend(stream))
+    await stream.writing.wait()
+    await asyncio.sleep(0.01)  # it waits for the last write now
+    attending.cancel()
+    stream.gone.set()
+    await asyncio.gather(attending, return_exceptions=True)
+    del attending
+    gc.collect()
+    await asyncio.sleep(0)
+    assert complaints == []
+    served.stop(Cancelled("the test is over"))
+    await site.clean()
 
 
 async def handshake(site: Any, **changes: Any) -> pb.HandshakeReply:
