@@ -145,6 +145,10 @@ class Tokenizer:
         """A fresh decoder for one answer that arrives token by token."""
         return IncrementalDetokenizer(self._backend, self.special_ids, skip_special)
 
+    def to_json(self) -> str:
+        """As a `tokenizer.json`; its chat template is not part of that."""
+        return self._backend.to_str()
+
     def token_is_special(self, token_id: int) -> bool:
         return token_id in self.special_ids
 

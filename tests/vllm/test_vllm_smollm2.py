@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pydoc_data.topics
 import random
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from local_engine.demo_safetensors import demo_model_directory
 from prfaas.testing.stack import RunningStack
 from prfaas.testing.vllm_decode_stack import vllm_decode_stack
 from prfaas.testing.vllm_server import vllm_is_here
@@ -26,71 +24,12 @@ pytestmark = [
 ]
 
 OUTPUT = 16
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n'"
-    " + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
-def safetensors_dir(demo_model_path: Path) -> Path:
+def safetensors_dir() -> Path:
     """The demo model's weights as fp32 safetensors, made once for each cache directory."""
-    target = default_cache_dir() / "smollm2-135m-fp32"
-    if not target.is_dir():
-        scratch = target.with_name(f"{target.name}.{os.getpid()}")
-        convert(demo_model_path, scratch)
-        try:
-            scratch.rename(target)
-        except OSError:  # another process was faster
-            shutil.rmtree(scratch)
-    return target
-
-
-def convert(gguf: Path, directory: Path) -> None:
-    """Write a Hugging Face directory of the same weights and tokenizer."""
-    from safetensors.torch import save_file
-
-    from local_engine.loader import gguf_config
-    from local_engine.models.llama import expected_tensors
-    from local_engine.weights import GgufSource
-    from prfaas.gguf_file import GgufFile
-
-    directory.mkdir(parents=True)
-    file = GgufFile(gguf)
-    config = gguf_config(file)
-    source = GgufSource(file, config)
-    weights = {name: source.read(name).float().contiguous() for name in expected_tensors(config)}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    fields = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_context,
-        "rms_norm_eps": config.rms_eps,
-        "rope_theta": config.rope.theta,
-        "tie_word_embeddings": config.tied_embeddings,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "float32",
-    }
-    (directory / "config.json").write_text(json.dumps(fields))
-    Tokenizer.load(gguf)._backend.save(str(directory / "tokenizer.json"))
-    tokenizer = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "chat_template": CHATML,
-        "model_max_length": config.max_context,
-    }
-    (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return demo_model_directory(default_cache_dir(), print)
 
 
 @pytest.fixture(scope="module")
