@@ -19,6 +19,7 @@ from prfaas.send_session import SendSession
 from prfaas.telemetry import LinkInfo
 from remote_prefill.link_sampler import LoopLoad
 from remote_prefill.served_meter import ServedMeter
+from remote_prefill.transport import UNSENT_BYTES
 
 TOKEN_BYTES = 16
 MAX_LINKS = 1024
@@ -42,12 +43,23 @@ class ServedLane:
     number: int
     peer: str = ""
     """Address of the other end, as gRPC says it."""
+    queue_bytes: int = UNSENT_BYTES
+    """What the kernel may hold of it unsent."""
     closing: bool = False
     sent_bytes: int = 0
     blocked_s: float = 0.0
     """Time spent in writes: the transport was full."""
     writing_since_s: float | None = None
     waiter: asyncio.Future[None] | None = field(default=None, repr=False)
+
+    def resize_queue(self, nbytes: int) -> bool:
+        """Whether that is another size: at once where it is more, else only where it is far less,
+        for rates vary and to change it takes a search for the socket.
+        """
+        if nbytes <= self.queue_bytes < 4 * nbytes:
+            return False
+        self.queue_bytes = nbytes
+        return True
 
     def close(self) -> None:
         self.closing = True
@@ -75,6 +87,11 @@ class ServedLink:
 
     def __repr__(self) -> str:
         return f"<ServedLink {self.name} lanes={len(self.lanes)} sessions={len(self.sessions)}>"
+
+    @property
+    def lane_bytes_per_s(self) -> float:
+        """A lane's share of what D has measured; 0: nothing yet."""
+        return self.bytes_per_s / max(1, len(self.lanes))
 
     @property
     def idle(self) -> bool:
@@ -157,7 +174,7 @@ class ServedLink:
         They are application-limited where the link had a lane to spare: this one waited for
         something to send, or another still does.
         """
-        carried = int(self.bytes_per_s / len(self.lanes) * MESSAGE_S)
+        carried = int(self.lane_bytes_per_s * MESSAGE_S)
         most_bytes = max(LEAST_MESSAGE_BYTES, carried)
         for _ in range(len(self.sessions)):
             session = self.sessions[0]

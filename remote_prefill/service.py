@@ -19,7 +19,7 @@ from prfaas.rpc.v1 import prefill_pb2 as pb
 from remote_prefill.prefill_agent import PrefillAgent
 from remote_prefill.served_link import ServedLane, ServedLink
 from remote_prefill.server_stream import ServerStream
-from remote_prefill.transport import SERVICE
+from remote_prefill.transport import SERVICE, bound_queue, unsent_bytes_at
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +169,8 @@ class PrefillService:
     async def _send(self, link: ServedLink, lane: ServedLane, stream: ServerStream) -> None:
         now = self._agent.clock.now
         while (message := await link.next_message(lane)) is not None:
+            if lane.resize_queue(unsent_bytes_at(link.lane_bytes_per_s)):
+                bound_queue(lane.peer, lane.queue_bytes)
             lane.writing_since_s = start_s = now()
             await stream.write(message)
             lane.writing_since_s = None

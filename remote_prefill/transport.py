@@ -15,6 +15,7 @@ from prfaas.tcp_info import (
     Unavailable,
     bound_unsent,
     find_listeners,
+    find_socket,
     read_congestion,
     set_congestion,
 )
@@ -37,7 +38,12 @@ MAX_METADATA_BYTES = 8 << 10
 UNSENT_BYTES = 256 << 10
 """What the kernel may hold of a connection beyond what is in flight. What it holds goes out even
 when its session has been cancelled, and the next one waits behind it: with the 4 MB of Linux and
-four connections that is 15 s at 8 Mbit/s. Less would leave a fast link idle between two writes.
+four connections that is 15 s at 8 Mbit/s.
+"""
+MOST_UNSENT_BYTES = 4 << 20
+UNSENT_S = 0.1
+"""Of a lane whose rate is known the kernel may hold what leaves in this time: with less, a fast
+link is idle where the sender comes late, and it comes too often where it is not.
 """
 HANDSHAKE_TIMEOUT_S = 10.0
 """A connection that has not said anything sensible by then is closed."""
@@ -152,6 +158,24 @@ def keep_queues_short(port: int) -> None:
             done = bound_unsent(sock, UNSENT_BYTES)
         if isinstance(done, Unavailable):
             log.info("send queues are the kernel's own: %s", done.reason)
+
+
+def unsent_bytes_at(bytes_per_s: float) -> int:
+    """What the kernel may hold of a lane of that rate: a power of two, it seldom changes."""
+    wanted = int(bytes_per_s * UNSENT_S)
+    return min(MOST_UNSENT_BYTES, max(UNSENT_BYTES, 1 << wanted.bit_length()))
+
+
+def bound_queue(peer: str, nbytes: int) -> None:
+    """Bound what the kernel queues of the connection that this server has accepted from `peer`, as
+    gRPC says it; where it cannot be reached it keeps the bound it has.
+    """
+    sock = find_socket(peer)
+    if isinstance(sock, Unavailable):
+        log.debug("the queue to %s stays as it is: %s", peer, sock.reason)
+        return
+    with sock:
+        bound_unsent(sock, nbytes)
 
 
 def gates(tls: TlsSettings | None, max_rpcs: int) -> list[grpc.aio.ServerInterceptor]:

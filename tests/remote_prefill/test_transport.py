@@ -13,13 +13,16 @@ from prfaas.frames import DEFAULT_FRAME_LIMITS
 from prfaas.limits import Limits
 from prfaas.tcp_info import Congestion, find_socket, find_sockets, read_congestion
 from remote_prefill.transport import (
+    MOST_UNSENT_BYTES,
     UNSENT_BYTES,
     WATCH_REQUEST_BYTES,
     bind,
+    bound_queue,
     channel_options,
     control_bytes,
     keep_queues_short,
     server_options,
+    unsent_bytes_at,
     use_congestion,
 )
 
@@ -88,5 +91,20 @@ async def test_a_cancelled_sessions_bytes_do_not_queue_in_the_kernel_for_long() 
             with accepted:
                 bound = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
                 assert bound == UNSENT_BYTES
+                bound_queue(f"ipv4:{mine[0]}:{mine[1]}", 3 * UNSENT_BYTES)
+                bound = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT)
+                assert bound == 3 * UNSENT_BYTES
         assert ours
     await server.stop(None)
+
+
+def test_a_fast_lane_may_queue_what_leaves_within_a_tenth_of_a_second_or_two() -> None:
+    for bytes_per_s, expected in ((0, UNSENT_BYTES), (1e6, UNSENT_BYTES), (1e9, MOST_UNSENT_BYTES)):
+        assert unsent_bytes_at(bytes_per_s) == expected
+    for bytes_per_s in (3e6, 9e6, 30e6):
+        assert bytes_per_s / 10 <= unsent_bytes_at(bytes_per_s) <= bytes_per_s / 5
+
+
+def test_a_connection_that_is_not_ours_keeps_its_queue() -> None:
+    bound_queue("ipv4:127.0.0.1:9", 1 << 20)
+    bound_queue("unix:", 1 << 20)
