@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 from urllib.parse import unquote
 
 _FDS = "/proc/self/fd"
 _MAX_INFO_BYTES = 1024
 _MAX_NAME_BYTES = 16  # TCP_CA_NAME_MAX
 _US = 1e-6
+_INFO = struct.Struct("=7xB8xI4xI4xI32xII4xI16xIQ8xQQ8xII8xQQQQI4xQQ")
+"""The fields of struct tcp_info that are read, at their places."""
+_UNKNOWN = _INFO.unpack(b"\xff" * _INFO.size)[1:]
 RESCAN_S = 5.0
 
 Address = tuple[str, int]
@@ -82,35 +86,34 @@ def read_tcp_info(sock: socket.socket) -> TcpInfo | Unavailable:
 
 def parse_tcp_info(data: bytes) -> TcpInfo:
     """struct tcp_info of linux/tcp.h, which only grows at its end: old kernels give less of it."""
-
-    def u32(offset: int) -> int | None:
-        return _unsigned(data, offset, 4)
-
-    def u64(offset: int) -> int | None:
-        return _unsigned(data, offset, 8)
-
+    # What a kernel does not give reads like what it does not know.
+    whole = data[: len(data) & ~7].ljust(_INFO.size, b"\xff")
+    flags, *values = _INFO.unpack_from(whole)
+    told = [None if a == b else a for a, b in zip(values, _UNKNOWN, strict=True)]
+    (mss, unacked, lost, rtt, rtt_var, cwnd, retrans, pacing, acked, received, notsent) = told[:11]
+    (min_rtt, rate, busy, rwnd_limited, sndbuf_limited, delivered, sent, resent) = told[11:]
     return TcpInfo(
-        rtt_s=_seconds(u32(68) or None),
-        rtt_var_s=_seconds(u32(72)),
-        min_rtt_s=_seconds(u32(148)),
-        mss_bytes=u32(16),
-        cwnd_packets=u32(80),
-        unacked_packets=u32(24),
-        lost_packets=u32(32),
-        total_retrans_packets=u32(100),
-        delivered_packets=u32(192),
-        bytes_sent=u64(200),
-        bytes_acked=u64(120),
-        bytes_received=u64(128),
-        bytes_retrans=u64(208),
-        notsent_bytes=u32(144),
-        pacing_rate_bytes_per_s=u64(104),
-        delivery_rate_bytes_per_s=u64(160),
+        rtt_s=_seconds(rtt or None),
+        rtt_var_s=_seconds(rtt_var),
+        min_rtt_s=_seconds(min_rtt),
+        mss_bytes=mss,
+        cwnd_packets=cwnd,
+        unacked_packets=unacked,
+        lost_packets=lost,
+        total_retrans_packets=retrans,
+        delivered_packets=delivered,
+        bytes_sent=sent,
+        bytes_acked=acked,
+        bytes_received=received,
+        bytes_retrans=resent,
+        notsent_bytes=notsent,
+        pacing_rate_bytes_per_s=pacing,
+        delivery_rate_bytes_per_s=rate,
         # Kernels that know the flag give more than 160 bytes; before, the bit was padding.
-        delivery_rate_app_limited=bool(data[7] & 1) if len(data) >= 168 else None,
-        busy_s=_seconds(u64(168)),
-        rwnd_limited_s=_seconds(u64(176)),
-        sndbuf_limited_s=_seconds(u64(184)),
+        delivery_rate_app_limited=bool(flags & 1) if len(data) >= 168 else None,
+        busy_s=_seconds(busy),
+        rwnd_limited_s=_seconds(rwnd_limited),
+        sndbuf_limited_s=_seconds(sndbuf_limited),
     )
 
 
@@ -201,6 +204,7 @@ class ConnectionProbe:
         self._peer = parse_peer(peer)
         self._now_s = now_s
         self._fd: int | None = None
+        self._inode = 0
         self._missing: Unavailable | None = None
         self._scanned_s = 0.0
 
@@ -208,37 +212,38 @@ class ConnectionProbe:
         peer = self._peer
         if isinstance(peer, Unavailable):
             return peer
-        info = self._read_known(peer)
+        info = self._read_known()
         if info is not None:
             return info
         if self._missing is None or self._now_s() - self._scanned_s >= RESCAN_S:
             self._scanned_s = self._now_s()
             self._missing = self._scan(peer)
-        return self._missing or self._read_known(peer) or Unavailable("it has just closed")
+        return self._missing or self._read_known() or Unavailable("it has just closed")
 
-    def _read_known(self, peer: Address) -> TcpInfo | Unavailable | None:
+    def _read_known(self) -> TcpInfo | Unavailable | None:
         """None: the descriptor is another connection's by now, or none."""
         sock = None if self._fd is None else _duplicate(self._fd)
         if sock is not None:
-            with sock:
-                if _is_tcp(sock) and _connected(sock, peer, None):
+            with sock, contextlib.suppress(OSError):
+                if os.fstat(sock.fileno()).st_ino == self._inode:
+                    sock.getpeername()  # raises once it is not connected any more
                     return read_tcp_info(sock)
         self._fd = None
         return None
 
     def _scan(self, peer: Address) -> Unavailable | None:
-        found: list[int] = []
+        found: list[tuple[int, int]] = []
         try:
             for number, sock in _own_sockets():
                 with sock:
                     if _connected(sock, peer, None):
-                        found.append(number)
+                        found.append((number, os.fstat(sock.fileno()).st_ino))
         except OSError as exc:
             return Unavailable(f"{_FDS} cannot be read: {exc.strerror}")
         if len(found) != 1:
             where = f"{peer[0]}:{peer[1]}"
             return Unavailable(f"{len(found)} sockets of this process are connected to {where}")
-        self._fd = found[0]
+        self._fd, self._inode = found[0]
         return None
 
 
@@ -257,14 +262,6 @@ def parse_peer(peer: str) -> Address | Unavailable:
         return _canonical(host.removeprefix("[").removesuffix("]")), int(port)
     except ValueError:
         return Unavailable(f"{peer!r} is not the address of a TCP connection")
-
-
-def _unsigned(data: bytes, offset: int, size: Literal[4, 8]) -> int | None:
-    """None beyond the end, and for all ones: the kernel's own "not known"."""
-    if len(data) < offset + size:
-        return None
-    value = int.from_bytes(data[offset : offset + size], sys.byteorder)
-    return None if value == (1 << 8 * size) - 1 else value
 
 
 def _seconds(value_us: int | None) -> float | None:
