@@ -70,7 +70,7 @@ def run(quick: bool) -> None:
 
 @contextmanager
 def _measuring(plan: Run, conditions: Conditions, *, plain: bool = False) -> Iterator[Measuring]:
-    """A link with both baselines and the system at its ends, warmed up."""
+    """A link with the baselines and the system at its ends, warmed up."""
     report = plan.report
     settings = TcpSettings(congestion_control="bbr", wmem=STOCK_WMEM)
     with (
@@ -84,9 +84,10 @@ def _measuring(plan: Run, conditions: Conditions, *, plain: bool = False) -> Ite
         with (
             baseline(link, "raw", directory) as raw,
             baseline(link, "grpc", directory) as grpc,
+            baseline(link, "aio", directory) as aio,
             WanSite(link, directory, plan.tape_path, plain=plain) as site,
         ):
-            found = Measuring(conditions, link, site, raw, grpc)
+            found = Measuring(conditions, link, site, raw, grpc, aio)
             found.warm_up(CONNECTIONS)
             yield found
 
@@ -112,21 +113,30 @@ def _goodput(plan: Run, conditions: Conditions, *, first: bool = False) -> None:
 def _cpu(plan: Run) -> None:
     """CPU of both ends for a GB on the wire, no codec and no TLS, over that of plain gRPC."""
     with _measuring(plan, CPU, plain=True) as at:
+        plain = partial(at.plain_grpc_cpu, nbytes=SESSION_BYTES, transfers=CPU_SESSIONS)
         arms: dict[str, Act] = {
             "cpu.ours": partial(at.ours_cpu, "cpu.ours", SESSION_BYTES, CPU_SESSIONS),
-            "cpu.grpc": partial(at.plain_grpc_cpu, "cpu.grpc", SESSION_BYTES, CPU_SESSIONS),
+            "cpu.grpc": partial(plain, "cpu.grpc"),
+            "cpu.grpc_threads": partial(plain, "cpu.grpc_threads", threads=True),
         }
         samples = _interleave(plan, arms)
-        ours, grpc = samples["cpu.ours"], samples["cpu.grpc"]
-        by_round = Samples(tuple(a / b for a, b in zip(ours.values, grpc.values, strict=True)))
-        plan.report.add(
-            "cpu_per_GB_over_plain_grpc",
-            ours.median / grpc.median,
-            "ratio",
-            f"by round {by_round.spread}; ours {ours.median:.2f} s/GB ({ours.spread}): P's agent, "
-            f"D's agent and KvPort in the engines {at.cpu_parts()}; plain gRPC {grpc.median:.2f} "
-            f"s/GB ({grpc.spread}); kernel receive path in neither; {at.conditions_note()}",
-        )
+        ours = samples["cpu.ours"]
+        for row, arm, kind in (
+            ("cpu_per_GB_over_plain_grpc", "cpu.grpc", "on asyncio, as ours is"),
+            ("cpu_per_GB_over_threaded_grpc", "cpu.grpc_threads", "with threads"),
+        ):
+            grpc = samples[arm]
+            ratios = zip(ours.values, grpc.values, strict=True)
+            by_round = Samples(tuple(a / b for a, b in ratios))
+            plan.report.add(
+                row,
+                ours.median / grpc.median,
+                "ratio",
+                f"by round {by_round.spread}; ours {ours.median:.2f} s/GB ({ours.spread}): P's "
+                f"agent, D's agent and KvPort in the engines {at.cpu_parts()}; plain gRPC {kind} "
+                f"{grpc.median:.2f} s/GB ({grpc.spread}); kernel receive path in neither; "
+                f"{at.conditions_note()}",
+            )
 
 
 def _resume(plan: Run) -> None:

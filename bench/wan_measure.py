@@ -70,13 +70,21 @@ class Measuring:
     """The arms on one link; borrows everything. Values are Mbit/s of goodput where not said."""
 
     def __init__(
-        self, conditions: Conditions, link: WanLink, site: WanSite, raw: Baseline, grpc: Baseline
+        self,
+        conditions: Conditions,
+        link: WanLink,
+        site: WanSite,
+        raw: Baseline,
+        grpc: Baseline,
+        aio: Baseline,
     ) -> None:
+        """`grpc` and `aio` are plain gRPC with threads and on asyncio."""
         self.conditions = conditions
         self._link = link
         self._site = site
         self._raw = raw
         self._grpc = grpc
+        self._aio = aio
         self._arms: dict[str, _Arm] = {}
         self._used_s: dict[str, float] = {}
         self._wire_bytes_of_token = 0.0
@@ -92,6 +100,7 @@ class Measuring:
             self._congestion_control = self._raw.fetch(wire_bytes, count).congestion_control
             self._used_s[f"raw{count}"] = time.monotonic()
         self._grpc.fetch(wire_bytes)
+        self._aio.fetch(wire_bytes)
         self._used_s["ours"] = time.monotonic()
 
     def ours(self, arm: str, wire_bytes: int, *, warm: bool = True) -> float:
@@ -145,14 +154,17 @@ class Measuring:
         self._cpu_parts.append(parts[-1])
         return sum(parts[-1])
 
-    def plain_grpc_cpu(self, arm: str, nbytes: int, transfers: int) -> float:
-        """The same of plain gRPC on one warm channel."""
+    def plain_grpc_cpu(
+        self, arm: str, nbytes: int, transfers: int, *, threads: bool = False
+    ) -> float:
+        """The same of plain gRPC on one warm channel, on asyncio or with threads."""
+        plain = self._grpc if threads else self._aio
         spent_s: list[float] = []
 
         def act() -> tuple[int, float]:
-            before_s = self._grpc.cpu_s()
-            done = [self._grpc.fetch(nbytes) for _ in range(transfers)]
-            spent_s.append(self._grpc.cpu_s() - before_s)
+            before_s = plain.cpu_s()
+            done = [plain.fetch(nbytes) for _ in range(transfers)]
+            spent_s.append(plain.cpu_s() - before_s)
             return nbytes * transfers, sum(found.elapsed_s for found in done)
 
         self._observe(arm, act)

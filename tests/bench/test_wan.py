@@ -116,14 +116,15 @@ def test_over_the_emulated_link_sessions_come_right_and_are_counted(
 ) -> None:
     monkeypatch.setattr("bench.wan_measure.REST_S", 0.0)
     tape = tmp_path / "tape.npz"
-    seeded_tape(64).save(tape)
+    seeded_tape(512).save(tape)
     with (
         WanLink(500e6, 5) as link,
         baseline(link, "raw", tmp_path) as raw,
         baseline(link, "grpc", tmp_path) as grpc,
+        baseline(link, "aio", tmp_path) as aio,
         WanSite(link, tmp_path, tape) as site,
     ):
-        at = Measuring(Conditions("test", 500e6, 5), link, site, raw, grpc)
+        at = Measuring(Conditions("test", 500e6, 5), link, site, raw, grpc, aio)
         at.warm_up((1, 2))
         before = site.received_wire_bytes()
         for arm in (at.ours("ours", 4 << 20, warm=False), at.raw("raw", 4 << 20, 2)):
@@ -131,7 +132,8 @@ def test_over_the_emulated_link_sessions_come_right_and_are_counted(
         moved_bytes = site.received_wire_bytes() - before
         assert moved_bytes == pytest.approx(4 << 20, rel=0.05)
         assert at.ours_cpu("cpu", 1 << 20, 2) > 0
-        assert at.plain_grpc_cpu("grpc", 1 << 20, 2) > 0
+        assert at.plain_grpc_cpu("aio", 1 << 20, 2) > 0
+        assert at.plain_grpc_cpu("grpc", 1 << 20, 2, threads=True) > 0
         assert "line" in at.arm_note("ours")
         assert "bbr" in at.conditions_note() or "cubic" in at.conditions_note()
         with pytest.raises(SiteError, match="did not come whole"):
