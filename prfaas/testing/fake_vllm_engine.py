@@ -364,8 +364,16 @@ def fake_config(
     )
 
 
-def fake_kv_cache_config(groups: int = 1) -> Any:
+class FullAttentionSpec(SimpleNamespace):
+    """Known by its name, as vLLM's is."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """KV of which the first tokens are given up while a request runs."""
+
+
+def fake_kv_cache_config(groups: int = 1, kind: type[SimpleNamespace] = FullAttentionSpec) -> Any:
     """vLLM's KVCacheConfig of the fake model."""
-    spec = SimpleNamespace(dtype=torch.float32, head_size=DIM, num_kv_heads=HEADS)
+    spec = kind(dtype=torch.float32, head_size=DIM, num_kv_heads=HEADS)
     group = SimpleNamespace(layer_names=list(LAYER_NAMES), kv_cache_spec=spec)
     return SimpleNamespace(kv_cache_groups=[group] * groups)

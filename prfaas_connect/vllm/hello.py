@@ -20,6 +20,8 @@ ROLES = {
     "kv_consumer": ("decode",),
     "kv_both": ("prefill", "decode"),
 }
+FULL_ATTENTION = "FullAttentionSpec"
+"""vLLM's name for KV of which every token stays until its request ends."""
 _LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)(?:\.|$)")
 
 
@@ -106,6 +108,11 @@ def layout_of(vllm_config: Any, kv_cache_config: Any) -> KvLayout:
                 "in which all layers keep full attention's"
             )
         spec = groups[0].kv_cache_spec
+        kind = type(spec).__name__
+        if kind != FULL_ATTENTION:
+            raise LayoutError(
+                f"this model keeps KV as vLLM's {kind}; this version carries only {FULL_ATTENTION}"
+            )
         layers = tuple(sorted(layer_index(name) for name in groups[0].layer_names))
         dtype = getattr(spec, "dtype", dtype)
         head_dim = getattr(spec, "head_size", head_dim)

@@ -14,6 +14,7 @@ from prfaas.testing.fake_vllm_engine import (
     DIM,
     HEADS,
     LAYERS,
+    SlidingWindowSpec,
     fake_config,
     fake_kv_cache_config,
 )
@@ -71,6 +72,8 @@ def test_other_kinds_of_kv_are_refused() -> None:
     config = config_of()
     with pytest.raises(LayoutError, match="2 kinds of KV cache"):
         layout_of(config, fake_kv_cache_config(groups=2))
+    with pytest.raises(LayoutError, match="keeps KV as vLLM's SlidingWindowSpec"):
+        layout_of(config, fake_kv_cache_config(kind=SlidingWindowSpec))
     config.model_config.dtype = torch.float64
     with pytest.raises(LayoutError, match="float64"):
         layout_of(config, None)
