@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from prfaas_connect.vllm.features import detect, require_decode, require_engine, vllm_version
 from prfaas_connect.vllm.hello import ROLES, Options
+from prfaas_connect.vllm.logs import join_vllm_log
 from prfaas_connect.vllm.metadata import PrfaasMetadata, PrfaasWorkerMetadata
 from prfaas_connect.vllm.scheduler_half import SchedulerHalf
 from prfaas_connect.vllm.worker_half import WorkerHalf
@@ -30,6 +31,7 @@ class PrfaasConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
         """Raises UnsupportedVllm or LayoutError with one sentence for what cannot work."""
+        join_vllm_log()
         features = detect(KVConnectorBase_V1, vllm_config.kv_transfer_config, vllm_version())
         if features.kv_cache_config:
             super().__init__(vllm_config, role, kv_cache_config)
