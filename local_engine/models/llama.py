@@ -97,6 +97,10 @@ class LlamaModel:
         normed = F.rms_norm(hidden_rows, self._norm.shape, self._norm, self.config.rms_eps)
         return F.linear(normed, self._lm_head).float()
 
+    def output_projection(self, layer: int) -> Tensor:
+        """Weight of the projection behind a layer's attention, [hidden, heads * head_dim]."""
+        return self._layers[layer].o
+
     def _project(
         self, layer: LayerWeights, hidden: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
