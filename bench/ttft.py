@@ -232,6 +232,16 @@ def _write(
         "ratio",
         f"frames held until prefill ends, {PHI_POINT.name}: {serial.spread}",
     )
+    add_itl(report, bench, samples)
+    add_conditions(report, bench, samples)
+    for point in points:
+        note = cost_note(bench, point, ratios[point], samples[f"ttft.{point.name}"])
+        report.add(f"ttft_over_bound.{point.name}", ratios[point].median, "ratio", note)
+    report.finish()
+
+
+def add_itl(report: Report, bench: TtftBench, samples: dict[str, Samples]) -> None:
+    """What it spares running chats when P prefills a long prompt."""
     local, remote = samples["itl_p99.local"], samples["itl_p99.remote"]
     pooled = {where: percentile(found, 99) for where, found in bench.measured.itl_s.items()}
     by_round = Samples(tuple(a / b for a, b in zip(local.values, remote.values, strict=True)))
@@ -242,14 +252,10 @@ def _write(
         f"{RUNNING_CHATS} chats, P99 over all rounds: local {pooled['local']:.4f} s, remote "
         f"{pooled['remote']:.4f} s; by round {by_round.spread}",
     )
-    _write_conditions(report, bench, samples)
-    for point in points:
-        note = _costs(bench, point, ratios[point], samples[f"ttft.{point.name}"])
-        report.add(f"ttft_over_bound.{point.name}", ratios[point].median, "ratio", note)
-    report.finish()
 
 
-def _costs(bench: TtftBench, point: Point, ratios: Samples, ttft: Samples) -> str:
+def cost_note(bench: TtftBench, point: Point, ratios: Samples, ttft: Samples) -> str:
+    """What requests of one point cost."""
     found = bench.measured.remote[point.name]
     wire = statistics.median(one.wire_bytes for one in found)
     hidden = statistics.median(one.hidden_wire_bytes / one.wire_bytes for one in found)
@@ -259,7 +265,7 @@ def _costs(bench: TtftBench, point: Point, ratios: Samples, ttft: Samples) -> st
     )
 
 
-def _write_conditions(report: Report, bench: TtftBench, samples: dict[str, Samples]) -> None:
+def add_conditions(report: Report, bench: TtftBench, samples: dict[str, Samples]) -> None:
     """What the ratios were measured against: Phi, T_prefill, the decode step, the links."""
     report.add(
         "phi", bench.phi_bits_per_s / 1e6, "Mbit/s", f"raw KV of P alone, {LENGTHS[-1]} tokens"
