@@ -21,7 +21,7 @@ from prfaas_connect.port.messages import Hello, KvEvents, Stats
 from remote_prefill.vllm_api import VllmApi
 from remote_prefill.vllm_events import Batch, Change, VllmIndex
 from remote_prefill.vllm_feed import EventStream
-from remote_prefill.vllm_metrics import LoadMeter, parse_metrics
+from remote_prefill.vllm_metrics import READ, LoadMeter, parse_metrics
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class VllmEngine:
         failures, calibrated = 0, False
         while True:
             try:
-                metrics = parse_metrics(await self.api.metrics())
+                metrics = parse_metrics(await self.api.metrics(READ))
                 if not calibrated:
                     await self._calibrate()
                     calibrated = True

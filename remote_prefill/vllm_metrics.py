@@ -38,7 +38,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 """What we read, by our name: vLLM's names, the present one first."""
 CACHE_INFO = "vllm:cache_config_info"
 REQUIRED = ("running", "waiting", "usage")
-_READ = (CACHE_INFO, *(name for names in NAMES.values() for name in names))
+READ = (CACHE_INFO, *(name for names in NAMES.values() for name in names))
+"""All that we read, by vLLM's names."""
 SMOOTHING = 0.3
 
 
@@ -68,7 +69,7 @@ def parse_metrics(text: str) -> VllmMetrics:
     engines: dict[int, set[str]] = {}
     blocks = 0
     # vLLM has thousands of lines, buckets for the most part, and is read several times a second.
-    lines = [line for line in text.splitlines() if line.startswith(_READ)]
+    lines = [line for line in text.splitlines() if line.startswith(READ)]
     try:
         for family in text_string_to_metric_families("\n".join(lines) + "\n"):
             for sample in family.samples:

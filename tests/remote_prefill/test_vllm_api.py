@@ -37,6 +37,8 @@ class Server:
         self.status, self.answer = 200, json.dumps(KNOWN)
         self.hold: asyncio.Event | None = None
         self.aborted = 0
+        self.named: set[str] = set()
+        self.asked: list[list[str]] = []
         app = web.Application()
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/metrics", self._get)
@@ -61,6 +63,9 @@ class Server:
         return web.Response(status=self.status, text=self.answer)
 
     async def _get(self, request: web.Request) -> web.Response:
+        if names := request.query.getall("name[]", []):
+            self.asked.append(names)
+            return web.Response(text="".join(f"{n} 1\n" for n in names if n in self.named))
         self.headers.append(request.headers.get("Authorization"))
         return web.Response(status=self.status, text=self.answer)
 
@@ -157,3 +162,19 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
         await api.metrics()
     assert not await api.healthy()
     await api.close()
+
+
+async def test_only_the_metrics_that_are_read_are_asked_for(api: VllmApi, server: Server) -> None:
+    server.named = {"vllm:num_requests_running", "vllm:other"}
+    names = ("vllm:num_requests_running", "vllm:kv_cache_usage_perc")
+    assert await api.metrics(names) == "vllm:num_requests_running 1\n"
+    assert server.asked == [list(names)]
+
+
+async def test_a_vllm_that_cannot_tell_metrics_apart_is_asked_for_all(
+    api: VllmApi, server: Server
+) -> None:
+    server.answer = "everything 1\n"
+    for _ in range(2):
+        assert await api.metrics(("vllm:num_requests_running",)) == server.answer
+    assert len(server.asked) == 1
