@@ -9,7 +9,7 @@ QUICK ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
-INSTALL_INPUTS := pyproject.toml prfaas_connect/pyproject.toml constraints.txt
+INSTALL_INPUTS := pyproject.toml setup.py $(wildcard prfaas/codecs/csrc/*) prfaas_connect/pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-dev venv-vllm run test test-real test-vllm lint format bench bench-gpu soak docs proto clean

@@ -205,6 +205,28 @@ def check_host(rate: str, rtt: float, connections: int, as_json: bool) -> None:
     sys.exit(1 if report.weak else 0)
 
 
+@cli.command("calibrate-kv")
+@click.option("--model", type=_PATH, required=True, help="Hugging Face directory or GGUF file.")
+@click.option("--out", type=_FILE, required=True, help="File to write.")
+@click.option("--text", type=_FILE, help="Text to learn from; default: Python's manual.")
+@click.option(
+    "--evaluation-text",
+    type=_FILE,
+    help="Text to measure on, of another source; default: sources of Python's library.",
+)
+@click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Of torch.")
+def calibrate_kv(
+    model: Path, out: Path, text: Path | None, evaluation_text: Path | None, threads: int
+) -> None:
+    """Calibrate lossy KV codecs for a model, and measure what they do to its answers."""
+    import torch
+
+    from local_engine.kv_calibration.run import calibrate
+
+    torch.set_num_threads(threads)
+    calibrate(model, out, click.echo, learn_text=text, evaluation_text=evaluation_text)
+
+
 @cli.group("config")
 def config_group() -> None:
     """Check configuration files."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.clock import Clock, Deadline
-from prfaas.codecs import RAW, CodecSet
+from prfaas.codecs import RAW, CodecSet, Tile
 from prfaas.errors import (
     Cancelled,
     CorruptKv,
@@ -438,8 +438,8 @@ def _decode(
     raw: npt.NDArray[np.uint8]
     raw = np.empty(frame.raw_bytes, dtype=np.uint8) if place is None else place
     try:
-        item_bytes = layout.groups[piece.group].item_bytes
-        codec.decode_into(memoryview(frame.payload), raw, item_bytes)
+        shape = Tile.of_piece(layout.groups[piece.group], piece)
+        codec.decode_into(memoryview(frame.payload), raw, shape)
     except CorruptKv as exc:
         return CorruptKv(f"{piece}: {exc.message}")
     if place is None:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.clock import Clock
-from prfaas.codecs import RAW, Codec, encode
+from prfaas.codecs import RAW, Codec, Tile, encode
 from prfaas.errors import BY_KIND, EngineUnavailable, PrfaasError, ProtocolError, from_kind
 from prfaas.frames import Frame, FrameFlag, crc32c
 from prfaas.layout import LayerGroup
@@ -212,7 +212,7 @@ def _encode_cut(
 ) -> Encoded:
     """In a codec thread: the part `cut` out of the record `piece`."""
     rows = part_of(raw, piece, cut, keeps_state=group.keeps_state)
-    codec_id, payload = encode(codec, rows, group.item_bytes)
+    codec_id, payload = encode(codec, rows, Tile.of_piece(group, cut))
     crc = crc32c(payload)
     digest = digest_of_crc(crc) if codec_id == RAW.id else piece_digest(rows)
     return Encoded(cut, rows.nbytes, digest, codec_id, payload, crc)

@@ -42,9 +42,7 @@ def prompt(
     if not free:
         return Prompt(tape, tuple(following), reference)
     run = [following[0], *free_running(model, tape.kv, following[0], FREE_TOKENS - 1)]
-    return Prompt(
-        tape, tuple(following), reference, tuple(run), continued(model, tape.kv, run)
-    )
+    return Prompt(tape, tuple(following), reference, tuple(run), continued(model, tape.kv, run))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,11 @@ def tiles(
     for at in range(0, tokens, CHUNK_TOKENS):
         stop = min(tokens, at + CHUNK_TOKENS)
         for low, high in spans:
-            yield slice(low, high), slice(at, stop), Tile.of(group, group.layers[low:high], (at, stop))
+            yield (
+                slice(low, high),
+                slice(at, stop),
+                Tile.of(group, group.layers[low:high], (at, stop)),
+            )
 
 
 def through(codec: Codec, kv: Tensor, spans: Sequence[tuple[int, int]]) -> Coded:
@@ -88,7 +90,9 @@ def kl(reference: Tensor, found: Tensor) -> Tensor:
     return (reference.exp() * (reference - found)).sum(-1).clamp(min=0)
 
 
-def mean_kl(model: LlamaModel, prompts: Sequence[Prompt], change: Callable[[Tape], Tensor]) -> float:
+def mean_kl(
+    model: LlamaModel, prompts: Sequence[Prompt], change: Callable[[Tape], Tensor]
+) -> float:
     """Mean KL over all positions, with changed KV."""
     return float(
         torch.cat(

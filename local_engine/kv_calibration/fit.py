@@ -38,15 +38,11 @@ class Fit:
 
     def columns(self, step: float) -> tuple[tuple[int, int], ...]:
         """Columns worth keeping at a step, of K and V of each span."""
-        kept = [
-            max(1, int((d > LEAST_SPREAD * step).sum())) for d in self.deviations
-        ]
+        kept = [max(1, int((d > LEAST_SPREAD * step).sum())) for d in self.deviations]
         return tuple(zip(kept[::2], kept[1::2], strict=True))
 
 
-def fit(
-    model: LlamaModel, identity: str, found: Samples, roots: Tensor, weights: Tensor
-) -> Fit:
+def fit(model: LlamaModel, identity: str, found: Samples, roots: Tensor, weights: Tensor) -> Fit:
     """`roots` [layers, k|v, heads, dim, dim] of the metrics; `weights` [layers, k|v]."""
     config = model.config
     width = config.kv_heads * config.head_dim

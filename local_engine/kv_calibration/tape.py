@@ -21,7 +21,9 @@ QueryHook = Callable[[int, int, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class Tape:
-    """KV of one text; `kv`: bfloat16 [layers, k|v, tokens, kv_heads, head_dim], K after rope."""
+    """KV of one text; `kv`: bfloat16, or float32 where that was asked for,
+    [layers, k|v, tokens, kv_heads, head_dim], K after rope.
+    """
 
     tokens: tuple[int, ...]
     kv: Tensor
@@ -72,12 +74,10 @@ class TapeKv:
         raise ConfigError("models with recurrent layers cannot be calibrated in this version")
 
 
-def new_buffer(model: LlamaModel, tokens: int) -> Tensor:
+def new_buffer(model: LlamaModel, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Room for KV of so many tokens."""
     config = model.config
-    return torch.zeros(
-        config.layers, 2, tokens, config.kv_heads, config.head_dim, dtype=torch.bfloat16
-    )
+    return torch.zeros(config.layers, 2, tokens, config.kv_heads, config.head_dim, dtype=dtype)
 
 
 def step(model: LlamaModel, kv: TapeKv, tokens: Sequence[int]) -> Tensor:
@@ -89,9 +89,14 @@ def step(model: LlamaModel, kv: TapeKv, tokens: Sequence[int]) -> Tensor:
     return hidden
 
 
-def record(model: LlamaModel, tokens: Sequence[int], on_query: QueryHook | None = None) -> Tape:
+def record(
+    model: LlamaModel,
+    tokens: Sequence[int],
+    on_query: QueryHook | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tape:
     """Prefill `tokens` chunk by chunk."""
-    kv = TapeKv(new_buffer(model, len(tokens)), on_query)
+    kv = TapeKv(new_buffer(model, len(tokens), dtype), on_query)
     for at in range(0, len(tokens), CHUNK_TOKENS):
         step(model, kv, tokens[at : at + CHUNK_TOKENS])
     return Tape(tuple(tokens), kv.buffer)
@@ -99,7 +104,7 @@ def record(model: LlamaModel, tokens: Sequence[int], on_query: QueryHook | None 
 
 def continued(model: LlamaModel, prefix: Tensor, tokens: Sequence[int]) -> Tensor:
     """Log probabilities [tokens, vocab] after each of `tokens`, read behind KV `prefix`."""
-    kv = TapeKv(new_buffer(model, prefix.shape[2] + len(tokens)))
+    kv = TapeKv(new_buffer(model, prefix.shape[2] + len(tokens), prefix.dtype))
     kv.buffer[:, :, : prefix.shape[2]] = prefix
     kv.end = prefix.shape[2]
     return model.logits(step(model, kv, tokens)).log_softmax(-1)
@@ -107,7 +112,7 @@ def continued(model: LlamaModel, prefix: Tensor, tokens: Sequence[int]) -> Tenso
 
 def free_running(model: LlamaModel, prefix: Tensor, first: int, tokens: int) -> list[int]:
     """So many greedy tokens behind KV `prefix`, after the token `first`."""
-    kv = TapeKv(new_buffer(model, prefix.shape[2] + tokens))
+    kv = TapeKv(new_buffer(model, prefix.shape[2] + tokens, prefix.dtype))
     kv.buffer[:, :, : prefix.shape[2]] = prefix
     kv.end = prefix.shape[2]
     found = [first]

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.layout import ITEM_BYTES, GroupKind, LayerGroup
+from prfaas.ledger import Piece
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -63,6 +64,12 @@ class Tile:
             group.kind, group.dtype, layers, *tokens, low, high,
             group.kv_heads, group.head_dim, group.state_dim,
         )  # fmt: skip
+
+    @classmethod
+    def of_piece(cls, group: LayerGroup, piece: Piece) -> Tile:
+        """What a frame carries of one layer."""
+        tokens, heads = (piece.token_start, piece.token_end), (piece.head_start, piece.head_end)
+        return cls.of(group, (piece.layer,), tokens, heads)
 
     @property
     def keeps_state(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any, Protocol
 
 Buffer = Any
@@ -88,10 +89,9 @@ class Native(Protocol):
 
 def _load() -> Native | None:
     try:
-        from prfaas.codecs import _native
+        loaded: Native = importlib.import_module("prfaas.codecs._native")
     except ImportError:
         return None
-    loaded: Native = _native
     return loaded
 
 
