@@ -33,7 +33,9 @@ def queue_seconds(load: EngineLoad, curve: PrefillCurve) -> float:
     if tokens <= 0:
         return 0.0
     # Attention cost grows with each prompt's own length, not with that of the queue.
-    prompts = max(1, load.waiting + load.sent_requests)
+    prompts = load.waiting + load.sent_requests
+    if prompts <= 1:
+        return _served_seconds(load, curve, tokens, 0)
     return prompts * _served_seconds(load, curve, tokens / prompts, 0)
 
 
@@ -79,46 +81,89 @@ def remote_estimate(
         return None
     if max(remote.load.age_s, link.age_s, local.load.age_s) > snapshot.max_age_s:
         return None
+    decode_s = arrival_seconds(request, snapshot)
+    return as_estimate(remote, remote_parts(request, snapshot, remote, decode_s, import_s_per_byte))
+
+
+Parts = tuple[float, float, float, float, float, int]
+"""TTFT, then of it queue, prefill, transfer and decode (the rest is the round trip), and the tokens
+P computes: an estimate in the making, as many are thrown away."""
+
+
+def remote_parts(
+    request: RequestFacts,
+    snapshot: Snapshot,
+    remote: RemoteInstance,
+    decode_s: float,
+    import_s_per_byte: float,
+) -> Parts:
+    """`remote_estimate` of an instance whose inputs are known. `decode_s`: `arrival_seconds`."""
+    link, load, curve = remote.link, remote.load, remote.curve
     want = request.prompt_tokens - 1
-    uncached_at_p = max(0, want - remote.matched_tokens)
-    uncached_at_d = max(0, want - local.matched_tokens)
-    queue_s = queue_seconds(remote.load, remote.curve)
-    prefill_s = prefill_seconds(remote.load, remote.curve, uncached_at_p, remote.matched_tokens)
+    cached = remote.matched_tokens
+    uncached_at_p = want - cached if want > cached else 0
+    uncached_at_d = want - snapshot.local.matched_tokens
+    if uncached_at_d < 0:
+        uncached_at_d = 0
+    queue_s = queue_seconds(load, curve)
+    computed_s = queue_s + _served_seconds(load, curve, uncached_at_p, cached)
 
     # The fixed state is never packed lossily, and follows when the last chunk is computed.
     state_bytes = snapshot.state_bytes
-    own_bytes = wire_bytes(snapshot, remote, uncached_at_d) + state_bytes
-    chunk_bytes = wire_bytes(snapshot, remote, min(uncached_at_d, remote.curve.chunk_tokens))
-    goodput = link.goodput_bytes_per_s
-    computed_s = queue_s + prefill_s
-    carried_s = max(queue_s, link.in_flight_bytes / goodput) + own_bytes / goodput
-    tail_bytes = chunk_bytes * TAIL_SHARE + state_bytes
-    arrived_s = max(computed_s + tail_bytes / goodput, carried_s)
-    import_s = import_s_per_byte * (snapshot.token_bytes * uncached_at_d + state_bytes)
-    transfer_s = arrived_s - computed_s + import_s
+    token_bytes = snapshot.token_bytes
+    ratio, goodput = link.wire_ratio, link.goodput_bytes_per_s
+    wire_token_bytes = token_bytes / (ratio if ratio > 1e-9 else 1e-9)
+    tail = uncached_at_d if uncached_at_d < curve.chunk_tokens else curve.chunk_tokens
+    ahead_s = link.in_flight_bytes / goodput
+    carried_s = (ahead_s if ahead_s > queue_s else queue_s) + (
+        wire_token_bytes * uncached_at_d + state_bytes
+    ) / goodput
+    arrived_s = computed_s + (wire_token_bytes * tail * TAIL_SHARE + state_bytes) / goodput
+    if carried_s > arrived_s:
+        arrived_s = carried_s
+    arrived_s += import_s_per_byte * (token_bytes * uncached_at_d + state_bytes)
+    return (
+        link.rtt_s + arrived_s + decode_s,
+        queue_s,
+        computed_s - queue_s,
+        arrived_s - computed_s,
+        decode_s,
+        uncached_at_p,
+    )
 
-    decode_s = _chunk_wait_seconds(local.load, local.curve) + _last_token_seconds(request, snapshot)
+
+def as_estimate(remote: RemoteInstance, parts: Parts) -> Estimate:
+    """The parts under the names that log lines have."""
+    ttft_s, queue_s, prefill_s, transfer_s, decode_s, uncached = parts
     return Estimate(
         f"{remote.peer}/{remote.instance}",
-        link.rtt_s + computed_s + transfer_s + decode_s,
-        queue_s=queue_s,
-        prefill_s=prefill_s,
-        transfer_s=transfer_s,
-        rtt_s=link.rtt_s,
-        decode_s=decode_s,
-        uncached_tokens=uncached_at_p,
+        ttft_s,
+        queue_s,
+        prefill_s,
+        transfer_s,
+        remote.link.rtt_s,
+        decode_s,
+        uncached,
     )
+
+
+def arrival_seconds(request: RequestFacts, snapshot: Snapshot) -> float:
+    """From KV that is imported at D to the first token."""
+    local = snapshot.local
+    return _chunk_wait_seconds(local.load, local.curve) + _last_token_seconds(request, snapshot)
 
 
 def _served_seconds(load: EngineLoad, curve: PrefillCurve, uncached: float, cached: int) -> float:
     if uncached <= 0:
         return 0.0
     whole = int(uncached + 0.5)
-    compute_s = curve.seconds(whole, cached)
-    if load.running <= 0:
-        return compute_s
-    chunks = -(-whole // curve.chunk_tokens)
-    return compute_s + chunks * load.decode_step_s
+    base_s = curve.base_s + load.decode_step_s if load.running > 0 else curve.base_s
+    # As `PrefillCurve.seconds`, with a decode step for each chunk.
+    return (
+        base_s * -(-whole // curve.chunk_tokens)
+        + curve.token_s * whole
+        + curve.token_context_s * whole * (cached + whole / 2)
+    )
 
 
 def _last_token_seconds(request: RequestFacts, snapshot: Snapshot) -> float:

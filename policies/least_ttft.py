@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policies.candidates import MAX_PLAN, forbidden, not_worth, uncached_tokens, usable
-from policies.estimate import local_estimate, remote_estimate
+from policies.estimate import arrival_seconds, as_estimate, local_estimate, remote_parts
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import (
     Decision,
@@ -63,11 +63,12 @@ class LeastTtft:
         remotes, unusable = usable(request, snapshot)
         ranked: list[tuple[float, tuple[str, str]]] = []
         estimates: list[Estimate] = [] if local is None else [local]
-        for remote in remotes:
-            estimate = remote_estimate(request, snapshot, remote, state.s_per_byte)
-            if estimate is not None:
-                estimates.append(estimate)
-                ranked.append((estimate.ttft_s, (remote.peer, remote.instance)))
+        if local is not None and remotes:
+            decode_s, import_s = arrival_seconds(request, snapshot), state.s_per_byte
+            for remote in remotes:
+                parts = remote_parts(request, snapshot, remote, decode_s, import_s)
+                estimates.append(as_estimate(remote, parts))
+                ranked.append((parts[0], (remote.peer, remote.instance)))
         plan: tuple[tuple[str, str], ...] = ()
         if reason is None:
             if not remotes:
@@ -92,10 +93,15 @@ class LeastTtft:
 
     def observe(self, state: ImportCost, outcome: Outcome) -> ImportCost:
         """Learn what an import costs."""
-        import_s = outcome.phases.get("import", 0.0)
-        if outcome.status != "staged" or outcome.raw_bytes <= 0 or import_s <= 0:
-            return state
-        return ImportCost(
-            IMPORT_DECAY * state.seconds + import_s,
-            IMPORT_DECAY * state.raw_bytes + outcome.raw_bytes,
-        )
+        return learn_import(state, outcome)
+
+
+def learn_import(state: ImportCost, outcome: Outcome) -> ImportCost:
+    """`state` with one more import, or itself where the outcome tells of none."""
+    import_s = outcome.phases.get("import", 0.0)
+    if outcome.status != "staged" or outcome.raw_bytes <= 0 or import_s <= 0:
+        return state
+    return ImportCost(
+        IMPORT_DECAY * state.seconds + import_s,
+        IMPORT_DECAY * state.raw_bytes + outcome.raw_bytes,
+    )

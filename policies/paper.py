@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from policies.candidates import MAX_PLAN, forbidden, not_worth, uncached_tokens, usable
 from policies.estimate import queue_seconds, wire_bytes
@@ -89,23 +89,24 @@ class PaperScheduler:
 
     def saw(self, state: Learnt, request: RequestFacts, snapshot: Snapshot) -> Learnt:
         """Count a request; every so often, solve the threshold anew."""
-        length = max(1, uncached_tokens(request, snapshot))
-        at = min(BINS - 1, int(math.log2(length) * BINS_PER_OCTAVE))
-        # New ones weigh more instead of old ones less: one entry changes, not all.
-        weight = math.exp((state.seen % MEMORY) / MEMORY)
-        counts = [*state.counts]
-        if state.seen and state.seen % MEMORY == 0:
-            counts = [count / math.e for count in counts]
-        counts[at] += weight
-        seen = state.seen + 1
-        state = replace(state, counts=tuple(counts), seen=seen)
-        if seen % SOLVE_EVERY:
-            return state
-        threshold = solve(state.counts, snapshot)
-        return state if threshold is None else replace(state, threshold_tokens=threshold)
+        return counted(state, uncached_tokens(request, snapshot), snapshot)
 
     def observe(self, state: Learnt, outcome: Outcome) -> Learnt:
         return state
+
+
+def counted(state: Learnt, uncached: int, snapshot: Snapshot) -> Learnt:
+    """`state` with one more request; every `SOLVE_EVERY` the threshold is solved anew."""
+    at = min(BINS - 1, int(math.log2(max(1, uncached)) * BINS_PER_OCTAVE))
+    # New ones weigh more instead of old ones less: one entry changes, not all.
+    weight = math.exp((state.seen % MEMORY) / MEMORY)
+    counts = [*state.counts]
+    if state.seen and state.seen % MEMORY == 0:
+        counts = [count / math.e for count in counts]
+    counts[at] += weight
+    seen = state.seen + 1
+    threshold = None if seen % SOLVE_EVERY else solve(tuple(counts), snapshot)
+    return Learnt(tuple(counts), seen, state.threshold_tokens if threshold is None else threshold)
 
 
 def solve(counts: tuple[float, ...], snapshot: Snapshot) -> float | None:

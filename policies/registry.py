@@ -13,6 +13,8 @@ from policies.least_ttft import LeastTtft
 from policies.length_threshold import LengthThreshold
 from policies.local_first import LocalFirst
 from policies.paper import PaperScheduler
+from policies.policy_file import load_policy_file
+from policies.priced import Priced
 from policies.uncached_ratio import UncachedRatio
 from prfaas.errors import ConfigError
 from prfaas.interfaces import RoutingPolicy
@@ -29,6 +31,7 @@ POLICIES: Mapping[str, Callable[[PolicySettings], RoutingPolicy[Any]]] = Mapping
             LengthThreshold,
             LocalFirst,
             PaperScheduler,
+            Priced,
             UncachedRatio,
         )
     }
@@ -36,7 +39,15 @@ POLICIES: Mapping[str, Callable[[PolicySettings], RoutingPolicy[Any]]] = Mapping
 
 
 def make_policy(settings: PolicySettings) -> RoutingPolicy[Any]:
-    """The policy that `settings` names, with its parameters. Raises ConfigError."""
+    """The policy that `settings` or its file names, with its parameters. Raises ConfigError."""
+    if settings.file is not None:
+        others = sorted(settings.model_fields_set - {"file"})
+        if others:
+            raise ConfigError(
+                f"gateway.policy.file: the file says which policy runs; remove {', '.join(others)}",
+                field="gateway.policy.file",
+            )
+        settings = load_policy_file(settings.file).settings()
     make = POLICIES.get(settings.name)
     if make is None:
         raise ConfigError(

@@ -34,6 +34,8 @@ class Reason(enum.StrEnum):
     NO_SPACE = "no_space"
     LOCAL_FASTER = "local_faster"
     REMOTE_FASTER = "remote_faster"
+    LOCAL_CHEAPER = "local_cheaper"
+    REMOTE_CHEAPER = "remote_cheaper"
     BELOW_THRESHOLD = "below_threshold"
     ABOVE_THRESHOLD = "above_threshold"
     BALANCED = "balanced"

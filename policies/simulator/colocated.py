@@ -51,6 +51,8 @@ class ColocatedNode:
         """A step is under way whose end is an event."""
         self._version = 0
         self.prefill_busy_s = 0.0
+        self.watcher: Callable[[], None] | None = None
+        """Called when there is nothing to prefill, or a prompt has to wait."""
 
     def put(self, job: Job) -> None:
         """A prompt to prefill here: `uncached` and `cached` are set."""
@@ -59,6 +61,8 @@ class ColocatedNode:
         heapq.heappush(self._queue, (job.key, job.order, job))
         self._queued_tokens += job.uncached
         self._wake()
+        if self.watcher is not None and self._queue:
+            self.watcher()
 
     def put_arrived(self, job: Job) -> None:
         """KV of a prompt came from elsewhere."""
@@ -76,6 +80,22 @@ class ColocatedNode:
             self._batch.context_tokens,
             self._batch.step_s,
         )
+
+    @property
+    def free(self) -> bool:
+        """Nothing is being prefilled or waits to be, and a prompt could begin."""
+        return not self._busy and not self._queue and len(self._batch) < self._slots
+
+    def waiting(self) -> list[tuple[float, int, Job]]:
+        """Those that have not begun, each with its key and its order of arrival."""
+        return [entry for entry in self._queue if not entry[2].computed]
+
+    def take(self, job: Job) -> None:
+        """A prompt that has not begun leaves the queue, to wait no more here."""
+        self._queue.remove((job.key, job.order, job))
+        heapq.heapify(self._queue)
+        self._queued_tokens -= job.uncached
+        job.queue_s += self._loop.now - job.queued_at
 
     @property
     def queue_tokens(self) -> int:
@@ -110,6 +130,8 @@ class ColocatedNode:
             if len(self._batch):
                 then = now + self._batch.next_end_s()
                 self._loop.at(then, self._decoded, self._version)
+            if self.watcher is not None and self.free:
+                self.watcher()
             return
         done = job.cached + job.computed
         grid = (done // self._chunk_tokens + 1) * self._chunk_tokens

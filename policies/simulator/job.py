@@ -22,6 +22,7 @@ class Job:
         "first_token_at",
         "flow",
         "kept", "key",
+        "moves",
         "order",
         "peer",
         "plan",
@@ -53,6 +54,8 @@ class Job:
         self.remote = False
         self.plan: tuple[tuple[str, str], ...] = ()
         self.tries = 0
+        self.moves = 0
+        """From site to site, while it waited."""
         self.peer = ""
         self.uncached = 0
         """To prefill where it waits now; set again when its prefill starts."""

@@ -100,6 +100,11 @@ class SharedLink:
         """Transfers under way, oldest first."""
         return tuple(self._flows)
 
+    def to_come(self) -> float:
+        """Bytes of transfers under way that have not been sent, made or not."""
+        self._advance()
+        return sum(flow.left for flow in self._flows)
+
     def sent_now(self) -> float:
         """Bytes sent so far, those under way among them."""
         self._advance()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable
 from typing import Protocol
 
@@ -37,6 +38,28 @@ class Local(Protocol):
 
     def nodes(self) -> tuple[int, int]:
         """How many nodes prefill and decode."""
+        ...
+
+    # For late binding:
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        """Be told when a node has nothing to prefill, or a prompt has to wait."""
+        ...
+
+    def free(self) -> int:
+        """Nodes that have nothing to prefill and could begin."""
+        ...
+
+    def waiting(self, most: int) -> list[Job]:
+        """The first of the prompts that have not begun, in their order."""
+        ...
+
+    def take(self, job: Job) -> None:
+        """A prompt that has not begun leaves D's queue."""
+        ...
+
+    def ahead_s(self) -> float:
+        """Node seconds that what is being prefilled will still take."""
         ...
 
 
@@ -115,6 +138,21 @@ class _Split:
     def nodes(self) -> tuple[int, int]:
         return self._prefilling, self._decoding
 
+    def watch(self, watcher: Callable[[], None]) -> None:
+        self._pool.watcher = watcher
+
+    def free(self) -> int:
+        return self._pool.free
+
+    def waiting(self, most: int) -> list[Job]:
+        return self._pool.waiting(most)
+
+    def take(self, job: Job) -> None:
+        self._pool.take(job)
+
+    def ahead_s(self) -> float:
+        return self._pool.ahead_s()
+
     def _prefilled(self, job: Job) -> None:
         self._on_prefilled(job)
         self._decode.put(job)
@@ -168,6 +206,25 @@ class _Colocated:
 
     def nodes(self) -> tuple[int, int]:
         return len(self._nodes), len(self._nodes)
+
+    def watch(self, watcher: Callable[[], None]) -> None:
+        for node in self._nodes:
+            node.watcher = watcher
+
+    def free(self) -> int:
+        return sum(node.free for node in self._nodes)
+
+    def waiting(self, most: int) -> list[Job]:
+        entries = [entry for node in self._nodes for entry in node.waiting()]
+        return [job for _, _, job in heapq.nsmallest(most, entries)]
+
+    def take(self, job: Job) -> None:
+        entry = (job.key, job.order, job)
+        next(node for node in self._nodes if entry in node.waiting()).take(job)
+
+    def ahead_s(self) -> float:
+        # A chunk at most for each node, which is little beside a queue.
+        return 0.0
 
     def _emptiest(self) -> ColocatedNode:
         if len(self._nodes) == 1:

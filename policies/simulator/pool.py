@@ -50,6 +50,8 @@ class PrefillPool:
         self._running: dict[Job, tuple[float, float, int]] = {}
         """Start, end and tokens of what each busy instance computes now."""
         self._epoch = 0
+        self.watcher: Callable[[], None] | None = None
+        """Called when an instance has nothing to do, or a prompt has to wait."""
 
     def put(self, job: Job) -> None:
         """A prompt comes: `job.uncached` and `job.cached` are set."""
@@ -57,6 +59,8 @@ class PrefillPool:
         job.key = self._key(job, self._seconds(job.uncached, job.cached))
         self._push(job)
         self._start()
+        if self.watcher is not None and self._queue:
+            self.watcher()
 
     def kick(self) -> None:
         """Room that a prompt waited for may be there now."""
@@ -91,6 +95,36 @@ class PrefillPool:
     @property
     def idle(self) -> bool:
         return not self._running and not self._queue
+
+    @property
+    def free(self) -> int:
+        """Instances that have nothing to do."""
+        return 0 if self._queue else self.instances - len(self._running)
+
+    @property
+    def queued(self) -> int:
+        return len(self._queue)
+
+    def waiting(self, most: int) -> list[Job]:
+        """The first of those that have not begun, in their order."""
+        first = heapq.nsmallest(most, self._queue)
+        return [job for _, _, job in first if not job.computed]
+
+    def take(self, job: Job) -> None:
+        """A prompt that has not begun leaves the queue, to wait no more here."""
+        self._queue.remove((job.key, job.order, job))
+        heapq.heapify(self._queue)
+        self._queued_tokens -= job.uncached
+        job.queue_s += self._loop.now - job.queued_at
+
+    def ahead_s(self) -> float:
+        """Instance seconds that what runs now will still take, each to the end of its step."""
+        now = self._loop.now
+        return sum(end - now for _, end, _ in self._running.values())
+
+    def seconds_of(self, job: Job) -> float:
+        """What a waiting prompt will take."""
+        return self._seconds(job.uncached, job.cached) * self.factor
 
     def _push(self, job: Job) -> None:
         heapq.heappush(self._queue, (job.key, job.order, job))
@@ -142,6 +176,8 @@ class PrefillPool:
             job.done_at = self._loop.now
             self._on_done(job)
         self._start()
+        if self.watcher is not None and self.free:
+            self.watcher()
 
 
 def _arrival(job: Job) -> int:

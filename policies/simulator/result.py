@@ -32,6 +32,8 @@ class Row:
     remote: bool
     reason: str
     fallback: str
+    moves: int
+    """From site to site, while it waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,8 @@ class Summary:
     offload_share: float
     reasons: Mapping[str, int]
     fallbacks: Mapping[str, int]
+    moved_share: float
+    """Requests that moved while they waited."""
     utilisation: Mapping[str, float]
     egress_gb: float
     hit_share: float
@@ -104,6 +108,7 @@ class Result:
             offload_share=sum(row.remote for row in rows) / len(rows),
             reasons=dict(sorted(Counter(row.reason for row in rows).items())),
             fallbacks=dict(sorted(Counter(r.fallback for r in rows if r.fallback).items())),
+            moved_share=sum(row.moves > 0 for row in rows) / len(rows),
             utilisation=self.utilisation,
             egress_gb=self.egress_bytes / 1e9,
             hit_share=1 - float(uncached.sum()) / max(1, prompt),

@@ -11,6 +11,7 @@ from policies.prefix_cache import CacheSpec, PrefixCache
 from policies.scenario import Fault, Profiles, Scenario
 from policies.simulator.events import EventLoop
 from policies.simulator.job import Job
+from policies.simulator.late_binding import BindsLate, LateBinding
 from policies.simulator.local import make_local
 from policies.simulator.peer import PeerSite
 from policies.simulator.result import Result, Row
@@ -76,6 +77,15 @@ class Simulation:
         self._staging_low = self._staging
         rate = scenario.local.import_gb_per_s
         self._import_s_per_byte = 0.0 if rate is None else 1 / (rate * 1e9)
+        if isinstance(policy, BindsLate) and policy.move_gain_s is not None and self._peers:
+            LateBinding(
+                self._loop,
+                self._local,
+                self._peers,
+                policy.move_gain_s,
+                self._move_to_peer,
+                self._move_to_local,
+            )
         self._jobs: list[Job] = []
         self._finished_count = 0
         self._last_at = self._done_at = 0.0
@@ -118,12 +128,15 @@ class Simulation:
         if decision.target is Target.REMOTE and not decision.plan:
             self._go_local(job, decision.reason.value)
         elif decision.plan:
-            self._next_place(job)
+            self._next_place(job, just_decided=True)
         else:
             self._go_local(job, "")
 
-    def _next_place(self, job: Job) -> None:
-        """Send it to the next instance of its plan that is up, or keep it at D."""
+    def _next_place(self, job: Job, just_decided: bool = False) -> None:
+        """Send it to the next instance of its plan that is up, or keep it at D.
+
+        `just_decided`: the prefix matches of the latest snapshot are its own.
+        """
         while job.tries < len(job.plan):
             peer, instance = job.plan[job.tries]
             job.tries += 1
@@ -138,7 +151,7 @@ class Simulation:
             self._staging_free -= job.raw_bytes
             self._staging_low = min(self._staging_low, self._staging_free)
             job.wire_bytes = site.wire_bytes(lacking)
-            if job.tries == 1:  # just decided: the snapshot has it
+            if just_decided:
                 matched = self._view.matched[peer]
             else:
                 matched = site.cache.match(job.request.blocks, job.request.prompt_tokens)
@@ -162,6 +175,25 @@ class Simulation:
         job.uncached = max(1, job.want - matched)
         self._view.sent_local(job.uncached)
         self._local.put(job)
+
+    # --- moving while it waits ------------------------------------------------------------------
+
+    def _move_to_peer(self, job: Job, peer: str, instance: str) -> bool:
+        """Take it out of D's queue and send it, unless its KV finds no room."""
+        raw_bytes = self._token_bytes * max(1, job.uncached_d) + self._state_bytes
+        if raw_bytes > self._staging_free:
+            return False
+        self._local.take(job)
+        job.moves += 1
+        job.plan, job.tries = ((peer, instance),), 0
+        self._next_place(job)
+        return True
+
+    def _move_to_local(self, job: Job) -> None:
+        """It has come back from a peer's queue."""
+        self._staging_free += job.raw_bytes
+        job.moves += 1
+        self._go_local(job, "")
 
     # --- at D -----------------------------------------------------------------------------------
 
@@ -374,6 +406,7 @@ class Simulation:
             job.remote,
             job.reason.value,
             job.fallback,
+            job.moves,
         )
 
     def _fastest_s(self) -> list[float]:

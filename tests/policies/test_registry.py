@@ -25,7 +25,7 @@ def test_unknown_name_is_answered_with_the_valid_ones() -> None:
     assert caught.value.message == (
         "gateway.policy.name: 'fastest' is not one of "
         "always_local, always_remote, balanced_random, least_ttft, length_threshold, local_first, "
-        "paper, uncached_ratio"
+        "paper, priced, uncached_ratio"
     )
 
 

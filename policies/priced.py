@@ -1,0 +1,194 @@
+"""Our policy: estimated TTFT of every place, corrected by what a request takes from others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+from policies.candidates import MAX_PLAN, forbidden, not_worth, usable
+from policies.estimate import Parts, arrival_seconds, as_estimate, local_estimate, remote_parts
+from policies.least_ttft import ImportCost, learn_import
+from policies.paper import Learnt, counted
+from prfaas.settings import PolicySettings
+from prfaas.snapshot import (
+    Decision,
+    Outcome,
+    Reason,
+    RemoteInstance,
+    RequestFacts,
+    Snapshot,
+    Target,
+)
+
+BUSY_MEMORY = 1 / 128
+"""Weight of one request in the share that found a site busy."""
+DEAD_BAND = 0.1
+"""A new solution of the threshold that differs by less changes nothing."""
+REOPEN_SHARE = 0.5
+"""Of the link budget: what must be left under way before a closed link opens again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What the policy has learnt; small and frozen."""
+
+    learnt: Learnt = field(default_factory=Learnt)
+    """Recent incremental lengths and the latest solution."""
+    threshold_tokens: float = 0.0
+    """The solution in force; zero until there is one, which gives lengths no price."""
+    local_busy: float = 0.0
+    """Share of recent requests that would have waited at D."""
+    remote_busy: float = 0.0
+    """Share of recent requests that would have waited at every peer."""
+    closed: tuple[str, ...] = ()
+    """Peers whose link is over budget."""
+    imports: ImportCost = field(default_factory=ImportCost)
+
+
+class Priced:
+    """Goes to the place of the lowest price, in seconds of TTFT.
+
+    The price of a place is its estimated TTFT, and remote also
+
+    - the length price: `length_price_s` x ln(threshold / uncached tokens). The threshold is solved
+      as the paper's policy does; at it, both sites are equally loaded. A prompt that is shorter
+      leaves only for a gain, a longer one also at a loss. Where nobody waits at the site that this
+      protects, up to `busy_share` of it falls away, and nothing is sent at a loss while D has no
+      queue: so small loads are served where they are served sooner.
+    - `egress_s_per_gb` for each gigabyte on the wire.
+
+    A peer is left out while the bytes on its link exceed `link_budget_s`, and returns when half of
+    that is left; one whose KV does not fit D's staging with headroom is left out too. Unknown or
+    stale inputs keep a request at D, and change nothing that was learnt.
+    """
+
+    name = "priced"
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._min_uncached_tokens = settings.min_uncached_tokens
+        self._remote_margin = settings.remote_margin
+        self._length_price_s = settings.length_price_s
+        self._busy_share = settings.busy_share
+        self._egress_s_per_byte = settings.egress_s_per_gb / 1e9
+        self._link_budget_s = settings.link_budget_s
+        self._staging_headroom = settings.staging_headroom
+        self.move_gain_s = settings.move_gain_s
+        """Late binding: what a waiting request must gain to move; None: it stays."""
+
+    def initial_state(self) -> Prices:
+        return Prices()
+
+    def decide(self, request: RequestFacts, snapshot: Snapshot, state: Prices) -> Decision:
+        here = snapshot.local
+        uncached = request.prompt_tokens - 1 - here.matched_tokens
+        if uncached < 0:
+            uncached = 0
+        reason = forbidden(request, snapshot) or not_worth(
+            request, snapshot, self._min_uncached_tokens
+        )
+        if reason is not None:
+            return Decision(Target.LOCAL, reason, (), (), uncached)
+        local = local_estimate(request, snapshot)
+        if local is None:
+            return Decision(Target.LOCAL, Reason.UNMEASURED, (), (), uncached)
+        remotes, reason = usable(request, snapshot)
+        need_bytes = snapshot.token_bytes * uncached + snapshot.state_bytes
+        if remotes and need_bytes * self._staging_headroom > here.free_staging_bytes:
+            remotes, reason = [], Reason.NO_SPACE
+        if remotes and self._over_budget(remotes, state):
+            remotes = [r for r in remotes if not self._closed(r, state)]
+            reason = Reason.NO_BUDGET
+        if not remotes:
+            return Decision(Target.LOCAL, reason, (), (local,), uncached)
+        ranked: list[tuple[float, int, Parts]] = []
+        decode_s, import_s = arrival_seconds(request, snapshot), state.imports.s_per_byte
+        egress = self._egress_s_per_byte
+        for at, remote in enumerate(remotes):
+            parts = remote_parts(request, snapshot, remote, decode_s, import_s)
+            price_s = parts[0]
+            if egress:
+                wire_bytes = snapshot.token_bytes * uncached / max(remote.link.wire_ratio, 1e-9)
+                price_s += egress * (wire_bytes + snapshot.state_bytes)
+            ranked.append((price_s, at, parts))
+        ranked.sort()
+        limit_s = local.ttft_s * (1 - self._remote_margin) - self._length_s(
+            uncached, local.queue_s, state
+        )
+        ranked = ranked[:MAX_PLAN]
+        estimates = (local, *[as_estimate(remotes[at], parts) for _, at, parts in ranked])
+        away_s = ranked[0][2][0]
+        if ranked[0][0] >= limit_s:
+            faster = away_s >= local.ttft_s * (1 - self._remote_margin)
+            reason = Reason.LOCAL_FASTER if faster else Reason.LOCAL_CHEAPER
+            return Decision(Target.LOCAL, reason, (), estimates, uncached)
+        plan = tuple(
+            [
+                (remotes[at].peer, remotes[at].instance)
+                for price_s, at, _ in ranked
+                if price_s < limit_s
+            ]
+        )
+        reason = Reason.REMOTE_FASTER if away_s < local.ttft_s else Reason.REMOTE_CHEAPER
+        return Decision(Target.REMOTE, reason, plan, estimates, uncached)
+
+    def saw(self, state: Prices, request: RequestFacts, snapshot: Snapshot) -> Prices:
+        """Count a request: lengths, who would have waited, and links over budget."""
+        local = snapshot.local
+        if local.load.age_s > snapshot.max_age_s:
+            return state
+        uncached = max(0, request.prompt_tokens - 1 - local.matched_tokens)
+        learnt = counted(state.learnt, uncached, snapshot)
+        threshold, before = learnt.threshold_tokens, state.threshold_tokens
+        if before > 0 and abs(threshold - before) < DEAD_BAND * before:
+            threshold = before
+        heard = [
+            r
+            for r in snapshot.remotes
+            if r.ready and max(r.load.age_s, r.link.age_s) <= snapshot.max_age_s
+        ]
+        remote_busy = state.remote_busy
+        if heard:
+            waits = all(r.load.queue_tokens + r.load.sent_tokens > 0 for r in heard)
+            remote_busy += BUSY_MEMORY * (waits - remote_busy)
+        waits = local.load.queue_tokens + local.load.sent_tokens > 0
+        return replace(
+            state,
+            learnt=learnt,
+            threshold_tokens=threshold,
+            local_busy=state.local_busy + BUSY_MEMORY * (waits - state.local_busy),
+            remote_busy=remote_busy,
+            closed=tuple(sorted({r.peer for r in snapshot.remotes if self._closed(r, state)})),
+        )
+
+    def observe(self, state: Prices, outcome: Outcome) -> Prices:
+        """Learn what an import costs."""
+        imports = learn_import(state.imports, outcome)
+        return state if imports is state.imports else replace(state, imports=imports)
+
+    def _length_s(self, uncached: int, local_queue_s: float, state: Prices) -> float:
+        """The length price of leaving: negative where a prompt should leave even at a loss."""
+        if state.threshold_tokens <= 0 or not self._length_price_s:
+            return 0.0
+        price_s = self._length_price_s * math.log(state.threshold_tokens / uncached)
+        if price_s < 0:
+            if local_queue_s <= 0:
+                return 0.0
+            busy = state.local_busy
+        else:
+            busy = state.remote_busy
+        return price_s * (1 - self._busy_share * (1 - busy))
+
+    def _over_budget(self, remotes: list[RemoteInstance], state: Prices) -> bool:
+        if state.closed:
+            return True
+        budget_s = self._link_budget_s
+        for remote in remotes:
+            link = remote.link
+            if link.in_flight_bytes > budget_s * link.goodput_bytes_per_s:
+                return True
+        return False
+
+    def _closed(self, remote: RemoteInstance, state: Prices) -> bool:
+        share = REOPEN_SHARE if remote.peer in state.closed else 1.0
+        link = remote.link
+        return link.in_flight_bytes > share * self._link_budget_s * link.goodput_bytes_per_s
