@@ -37,11 +37,12 @@ class Server:
         self.status, self.answer = 200, json.dumps(KNOWN)
         self.hold: asyncio.Event | None = None
         self.aborted = 0
-        self.named: set[str] = set()
+        self.named: set[str] | None = set()
         self.asked: list[list[str]] = []
         app = web.Application()
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/metrics", self._get)
+        app.router.add_get("/metrics/", self._select)
         app.router.add_get("/health", self._get)
         self.runner = web.AppRunner(app, handler_cancellation=True)
 
@@ -63,11 +64,15 @@ class Server:
         return web.Response(status=self.status, text=self.answer)
 
     async def _get(self, request: web.Request) -> web.Response:
-        if names := request.query.getall("name[]", []):
-            self.asked.append(names)
-            return web.Response(text="".join(f"{n} 1\n" for n in names if n in self.named))
         self.headers.append(request.headers.get("Authorization"))
         return web.Response(status=self.status, text=self.answer)
+
+    async def _select(self, request: web.Request) -> web.Response:
+        names = request.query.getall("name[]")
+        self.asked.append(names)
+        if self.named is None:
+            return web.Response(status=404)
+        return web.Response(text="".join(f"{n} 1\n" for n in names if n in self.named))
 
 
 @pytest.fixture
@@ -171,9 +176,11 @@ async def test_only_the_metrics_that_are_read_are_asked_for(api: VllmApi, server
     assert server.asked == [list(names)]
 
 
+@pytest.mark.parametrize("named", [set(), None])
 async def test_a_vllm_that_cannot_tell_metrics_apart_is_asked_for_all(
-    api: VllmApi, server: Server
+    api: VllmApi, server: Server, named: set[str] | None
 ) -> None:
+    server.named = named
     server.answer = "everything 1\n"
     for _ in range(2):
         assert await api.metrics(("vllm:num_requests_running",)) == server.answer
