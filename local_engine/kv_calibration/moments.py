@@ -79,7 +79,8 @@ def root(moments: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(moments)
     values = values / values.mean(-1, keepdim=True).clamp(min=1e-30)
     values = values.clamp(min=FLOOR).sqrt()
-    return vectors * values.unsqueeze(-2) @ vectors.mT
+    found: Tensor = vectors * values.unsqueeze(-2) @ vectors.mT
+    return found
 
 
 @dataclass(frozen=True, slots=True)

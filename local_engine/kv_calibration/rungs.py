@@ -31,7 +31,7 @@ class Plan:
     codec: str
     quality: Quality
     basis: bool
-    share: float = 0.65
+    share: float = 0.5
 
 
 PLANS = (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -261,7 +261,7 @@ def calibrated_codecs(native: Native, calibration: Calibration) -> list[Codec]:
     ]
 
 
-def pack(matrix: npt.NDArray[np.float64]) -> Floats:
+def pack(matrix: npt.NDArray[np.floating[Any]]) -> Floats:
     """[rows, columns] in panels of 16 columns, [panel][row][16], padded with zeros."""
     rows, columns = matrix.shape
     panels = -(-columns // PANEL)
