@@ -21,7 +21,7 @@ from gateway.metrics import GatewayMetrics, LiveSources
 from gateway.records import RecordBook
 from gateway.tokenise import PromptTokenizer, Tokeniser
 from gateway.tokenizer_check import TokenizerCheck
-from gateway.upstream import AiohttpUpstream
+from gateway.upstream import HttpUpstream
 from gateway.watch import WatchClient, watch_endpoints
 from prfaas.clock import SYSTEM_CLOCK, Clock
 from prfaas.dialling import ends_at, open_files
@@ -66,7 +66,7 @@ class Gateway:
         self.admission = Admission(limits.gateway_max_in_flight)
         self.budget = FallbackBudget(limits.fallback_budget_tokens)
         self.records = RecordBook(limits.outcome_history, clock)
-        self._upstream = AiohttpUpstream(gateway.engines[0].url, gateway.engines[0].name, limits)
+        self._upstream = HttpUpstream(gateway.engines[0].url, gateway.engines[0].name, limits)
         self._tokeniser = Tokeniser(tokenizer, limits.max_prompt_tokens)
         self.tokenizer_check = TokenizerCheck(
             self._tokeniser, self._upstream, gateway.tokenize_check_every, limits

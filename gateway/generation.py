@@ -13,6 +13,7 @@ import msgspec
 from gateway.admission import FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.dispatch import Dispatcher, new_key
+from gateway.keepalive import KeepaliveSink
 from gateway.metrics import GatewayMetrics
 from gateway.records import RecordBook, RequestRecord, summary
 from gateway.relay import (
@@ -21,6 +22,7 @@ from gateway.relay import (
     Relayed,
     WholeAnswer,
     end_broken,
+    end_refused,
     relay_stream,
     relay_whole,
 )
@@ -171,26 +173,47 @@ class Generation:
             params = self._dispatcher.dispatch(record, salt, tenant)
             body = rewrite(parsed, params.to_dict() if params else None, salt or None)
         self._note_dispatch(record)
-        headers = self._headers(inbound)
-        async with self._upstream.post(parsed.api.path, headers, body) as response:
-            # 6. D's agent carries out the plan; `outcome` hears how it went.
-            # 7. Nothing goes to the client before the engine's first event; then all of it does.
+        # 6. D's agent carries out the plan; `outcome` hears how it went.
+        # 7. Nothing goes to the client before the engine's first event; then all of it does.
+        if not parsed.stream:
+            return await self._relay(inbound, parsed, body, sink, record)
+        kept = KeepaliveSink(sink, _stream_headers(record), self._limits.sse_keepalive_s)
+        try:
+            answer = await self._relay(inbound, parsed, body, kept, record)
+            if isinstance(answer, WholeAnswer) and sink.started:
+                return await end_refused(kept, answer)
+            return answer
+        except PrfaasError as exc:
+            if isinstance(exc, Cancelled) or not sink.started:
+                raise
+            return await end_broken(kept, exc)
+        finally:
+            await kept.close()
+        # 8. One log line for each request, with its outcome: see `_end`.
+
+    async def _relay(
+        self,
+        inbound: Inbound,
+        parsed: ParsedRequest,
+        body: bytes,
+        sink: ClientSink,
+        record: RequestRecord,
+    ) -> WholeAnswer | Relayed:
+        async with self._upstream.post(parsed.api.path, self._headers(inbound), body) as response:
             content_type = response.headers.get("content-type", "")
-            answer: WholeAnswer | Relayed
-            if response.status != 200 or not content_type.startswith(EVENT_STREAM):
-                answer = await relay_whole(response, self._limits)
-            else:
+            if response.status == 200 and content_type.startswith(EVENT_STREAM):
                 answer = await relay_stream(
                     response,
                     sink,
                     self._limits,
-                    {"content-type": content_type, **_answer_headers(record)},
+                    _stream_headers(record, content_type),
                     lambda count: self._saw_events(record, count),
                 )
+            else:
+                answer = await relay_whole(response, self._limits)
         if isinstance(answer, WholeAnswer) and answer.status >= 500:
             await self._raise_refusal(record, answer)
         return answer
-        # 8. One log line for each request, with its outcome: see `_end`.
 
     async def _raise_refusal(self, record: RequestRecord, answer: WholeAnswer) -> None:
         """An engine that cannot say why a request failed: its agent knows if KV was the reason.
@@ -319,9 +342,8 @@ class Generation:
         gaps = record.saw_events(count, self._clock.now())
         if first:
             self._dispatcher.prefill_over(record)
-        histogram = self._metrics.itl.labels(record.target.value)
-        for gap_s in gaps:
-            histogram.observe(gap_s)
+        if gaps:  # they arrived together: all are alike
+            self._metrics.itl.observe(record.target.value, gaps[0], len(gaps))
 
     def _note(self, record: RequestRecord, answer: WholeAnswer | Relayed) -> None:
         if isinstance(answer, Relayed):
@@ -354,6 +376,10 @@ class Generation:
 
 def _answer_headers(record: RequestRecord) -> dict[str, str]:
     return {TARGET_HEADER: record.target.value}
+
+
+def _stream_headers(record: RequestRecord, content_type: str = EVENT_STREAM) -> dict[str, str]:
+    return {"content-type": content_type, **_answer_headers(record)}
 
 
 def _kind_in(body: bytes) -> str:

@@ -39,6 +39,8 @@ REQUEST_ID_HEADER = "x-request-id"
 PASSED_HEADERS = ("authorization", "accept", "tracestate", "user-agent")
 """Of the client's headers, what goes on to the engine; routing headers and all others do not."""
 MAX_LISTED = 1000
+UNWAITED_BYTES = 16 << 10
+"""What a client's empty send buffer takes without anyone having to wait for it."""
 
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
@@ -210,6 +212,17 @@ class _ResponseSink:
             raise Cancelled("the client went away") from exc
 
     async def write(self, data: bytes) -> None:
+        transport = self._request.transport
+        if (
+            transport is not None
+            and len(data) <= UNWAITED_BYTES
+            and not transport.get_write_buffer_size()
+        ):
+            try:
+                await self.response.write(data)  # never waits, so it needs no deadline
+            except ConnectionError as exc:
+                raise Cancelled("the client went away") from exc
+            return
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self.response.write(data)

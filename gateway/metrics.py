@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.engine_probe import EngineProbe
+from gateway.histogram import Histogram
 from gateway.records import RequestRecord
 from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
@@ -86,9 +87,9 @@ class GatewayMetrics:
         target = record.target.value
         self.requests.labels(target, record.status).inc()
         if record.ttft_s is not None:
-            self.ttft.labels(target).observe(record.ttft_s)
+            self.ttft.observe(target, record.ttft_s)
         if record.e2e_s is not None:
-            self.e2e.labels(target).observe(record.e2e_s)
+            self.e2e.observe(target, record.e2e_s)
         if record.committed and record.error and record.status == "200":
             self.broken_streams.labels(word(record.error)).inc()
 
@@ -104,9 +105,9 @@ class GatewayMetrics:
         return Counter(f"prfaas_gateway_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"prfaas_gateway_{name}", text, ["target"], buckets=buckets, registry=self.registry
-        )
+        histogram = Histogram(f"prfaas_gateway_{name}", text, "target", buckets)
+        self.registry.register(histogram)
+        return histogram
 
 
 def word(reason: str) -> str:

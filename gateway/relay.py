@@ -1,8 +1,9 @@
 """From the engine's answer to the client: the commit point, true status codes, and honest ends.
 
 Nothing goes to the client before the engine's first `data:` event that says something, so a failure
-until then is a plain error with its own status. After it a failure is an error event in OpenAI's
-shape, without [DONE], and the connection closes.
+until then is a plain error with its own status. After it, or after the comment that a client hears
+who waits for long (`KeepaliveSink`), a failure is an error event in OpenAI's shape, without [DONE],
+and the connection closes.
 """
 
 from __future__ import annotations
@@ -118,6 +119,17 @@ async def end_broken(sink: ClientSink, error: PrfaasError) -> Relayed:
     await sink.write(b"data: " + msgspec.json.encode(openai_body(error)) + b"\n\n")
     await sink.end(complete=False)
     return Relayed(error.kind)
+
+
+async def end_refused(sink: ClientSink, answer: WholeAnswer) -> Relayed:
+    """Say in the stream what came as a whole answer, too late for a status of its own."""
+    if not _has_error_shape(answer.body):
+        return await end_broken(sink, EngineUnavailable("the engine did not stream its answer"))
+    # Once more through JSON: line breaks between its fields would end the event.
+    body = msgspec.json.encode(msgspec.json.decode(answer.body))
+    await sink.write(b"data: " + body + b"\n\n")
+    await sink.end(complete=False)
+    return Relayed("engine_error_event")
 
 
 async def _until_first_event(

@@ -1,20 +1,22 @@
-"""The way to the decode engine: a small interface, and aiohttp's client behind it."""
+"""The way to the decode engine: a small interface, and pooled raw connections behind it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 from typing import Protocol
 
-import aiohttp
-
-from prfaas.errors import EngineUnavailable
+from gateway.http1 import Headers, request_head
+from gateway.http_connection import Broken, Connection
+from gateway.http_pool import Address, Pool
+from prfaas.errors import EngineUnavailable, PrfaasError
 from prfaas.limits import Limits
 
-KEEPALIVE_S = 4.0
-"""Idle connections are dropped before servers do it (uvicorn's default is 5 s), so that none is
-used that is just being closed."""
+CLOSED_WHILE_IDLE_S = 1.0
+"""A connection that had been idle and ends this soon after a request, without a byte, was being
+closed when the request left: the engine never read it."""
 
 
 class UpstreamResponse(Protocol):
@@ -50,89 +52,127 @@ class Upstream(Protocol):
         ...
 
 
-class AiohttpUpstream:
+class HttpUpstream:
     """Owns a pool of connections to one engine; close it with `close`."""
 
     def __init__(self, url: str, name: str, limits: Limits) -> None:
-        self._url = url.rstrip("/")
+        self._address = Address.of_url(url)
         self._name = name
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                limit=0,  # admission bounds the requests
-                keepalive_timeout=KEEPALIVE_S,
-            ),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_s),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
-        )
+        self.pool = Pool(self._address, name, limits)
 
     async def close(self) -> None:
-        await self._session.close()
+        await self.pool.close()
 
-    @asynccontextmanager
-    async def post(
+    def request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> AbstractAsyncContextManager[UpstreamResponse]:
+        """One exchange; enter it to send, leave it to give the connection back or cut it.
+
+        Raises InvalidRequest, and on entering EngineUnavailable (phases `connect`, `send`,
+        `progress`) and Overloaded.
+        """
+        target = self._address.prefix + path
+        head = request_head(method, target, self._address.authority, headers, len(body))
+        return _Exchange(self.pool, self._name, method, head, body)
+
+    def post(
         self, path: str, headers: Mapping[str, str], body: bytes
-    ) -> AsyncIterator[UpstreamResponse]:
-        with _translated(self._name):
-            response = await self._session.post(
-                self._url + path, headers=headers, data=body, allow_redirects=False
-            )
-        try:
-            yield _AiohttpResponse(response, self._name)
-        finally:
-            # A body read to its end has given its connection back; any other is cut here.
-            response.close()
+    ) -> AbstractAsyncContextManager[UpstreamResponse]:
+        return self.request("POST", path, headers, body)
 
     async def healthy(self, timeout_s: float) -> bool:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.get(self._url + "/health", allow_redirects=False) as response,
+                self.request("GET", "/health", {}) as response,
             ):
+                await response.read(1 << 20)
                 return response.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError):
+        except (PrfaasError, TimeoutError):
             return False
 
 
-class _AiohttpResponse:
-    def __init__(self, response: aiohttp.ClientResponse, name: str) -> None:
-        self._response = response
+class _Exchange:
+    """One request and its answer. Holds a connection while it is entered."""
+
+    def __init__(self, pool: Pool, name: str, method: str, head: bytes, body: bytes) -> None:
+        self._pool = pool
         self._name = name
+        self._method = method
+        self._head = head
+        self._body = body
+        self._connection: Connection | None = None
+        self._status = 0
+        self._headers = Headers({})
 
     @property
     def status(self) -> int:
-        return self._response.status
+        return self._status
 
     @property
     def headers(self) -> Mapping[str, str]:
-        return self._response.headers
+        return self._headers
+
+    async def __aenter__(self) -> _Exchange:
+        used = self._pool.take_idle()
+        if used is not None:
+            sent_at = asyncio.get_running_loop().time()
+            try:
+                return await self._ask(used)
+            except Broken as exc:
+                took_s = asyncio.get_running_loop().time() - sent_at
+                if not exc.unheard or exc.phase != "progress" or took_s > CLOSED_WHILE_IDLE_S:
+                    raise self._translated(exc) from exc
+        try:
+            return await self._ask(await self._pool.connect())
+        except Broken as exc:
+            raise self._translated(exc) from exc
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._connection is not None:
+            self._pool.give_back(self._connection)
+            self._connection = None
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        with _translated(self._name):
-            async for chunk in self._response.content.iter_any():
-                yield chunk
+        connection = self._connection
+        assert connection is not None
+        try:
+            while piece := await connection.next_piece():
+                yield piece
+        except Broken as exc:
+            raise self._translated(exc) from exc
 
     async def read(self, limit_bytes: int) -> bytes:
+        connection = self._connection
+        assert connection is not None
+        if (connection.content_length or 0) > limit_bytes and self._method != "HEAD":
+            raise self._too_large(limit_bytes)
         parts: list[bytes] = []
         size = 0
-        async for chunk in self.chunks():
-            parts.append(chunk)
-            size += len(chunk)
+        async for piece in self.chunks():
+            parts.append(piece)
+            size += len(piece)
             if size > limit_bytes:
-                raise EngineUnavailable(
-                    f"engine {self._name}: the answer is over {limit_bytes} bytes"
-                )
+                raise self._too_large(limit_bytes)
         return b"".join(parts)
 
+    async def _ask(self, connection: Connection) -> _Exchange:
+        try:
+            connection.send(self._method, self._head, self._body)
+            self._status, self._headers = await connection.head()
+        except BaseException:
+            self._pool.give_back(connection)
+            raise
+        self._connection = connection
+        return self
 
-@contextmanager
-def _translated(name: str) -> Iterator[None]:
-    """aiohttp's and the socket's exceptions as ours."""
-    try:
-        yield
-    except aiohttp.ClientConnectorError as exc:
-        raise EngineUnavailable(f"engine {name} cannot be reached", phase="connect") from exc
-    except (aiohttp.ClientError, OSError, TimeoutError) as exc:
-        text = str(exc) or type(exc).__name__
-        raise EngineUnavailable(f"engine {name} broke off: {text}", phase="progress") from exc
+    def _too_large(self, limit_bytes: int) -> EngineUnavailable:
+        return EngineUnavailable(f"engine {self._name}: the answer is over {limit_bytes} bytes")
+
+    def _translated(self, exc: Broken) -> EngineUnavailable:
+        return EngineUnavailable(f"engine {self._name} broke off: {exc}", phase=exc.phase)

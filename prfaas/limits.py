@@ -19,6 +19,29 @@ class Limits(BaseModel):
     max_event_bytes: int = Field(
         1 << 20, gt=0, description="Largest event of a streamed answer, and held before the commit."
     )
+    engine_head_bytes: int = Field(
+        64 << 10, gt=0, description="Headers of an engine's answer; trailers and the like as well."
+    )
+    engine_idle_connections: int = Field(
+        256, ge=0, description="Connections a gateway keeps open to an engine for the next request."
+    )
+    engine_idle_s: float = Field(
+        4.0,
+        gt=0,
+        description="Those are closed after so long: before servers do it, uvicorn's is 5 s.",
+    )
+    engine_send_timeout_s: float = Field(
+        15.0, gt=0, description="An engine that takes nothing of a request for so long is cut."
+    )
+    engine_silence_timeout_s: float = Field(
+        120.0, gt=0, description="Longest silence of an engine within its answer."
+    )
+    sse_keepalive_s: float = Field(
+        15.0,
+        gt=0,
+        description="A client of a stream hears a comment after so long without an event; the "
+        "first one commits.",
+    )
     max_prompt_tokens: int = Field(131072, gt=0, description="Longest prompt any process accepts.")
     request_timeout_s: float = Field(
         600.0, gt=0, description="One request from first byte to last."

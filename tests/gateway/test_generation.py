@@ -428,14 +428,6 @@ async def test_an_engine_that_dies_after_the_commit_is_said_in_the_stream(cluste
     assert await cluster.metric(name, reason="engine_unavailable") == 1
 
 
-async def test_no_engine_at_all_is_a_502(make_cluster: Any) -> None:
-    async with make_cluster() as cluster:
-        cluster.gateway._upstream._url = "http://127.0.0.1:9"
-        status, answer, _ = await cluster.post(completion())
-        assert status == 502
-        assert answer["error"]["message"] == "engine d-0 cannot be reached"
-
-
 @pytest.mark.parametrize(
     ("script", "committed"),
     [(Script(first_delay_s=60), False), (Script(stop_after=1, then="hang"), True)],

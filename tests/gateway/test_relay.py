@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from gateway.relay import Relayed, WholeAnswer, end_broken, relay_stream, relay_whole
+from gateway.relay import (
+    Relayed,
+    WholeAnswer,
+    end_broken,
+    end_refused,
+    relay_stream,
+    relay_whole,
+)
 from prfaas.errors import Cancelled, EngineUnavailable, Overloaded, openai_body
 from prfaas.limits import Limits
 
@@ -228,3 +235,21 @@ async def test_the_end_of_a_broken_stream_is_one_error_event() -> None:
     assert await end_broken(sink, EngineUnavailable("x")) == Relayed("engine_unavailable")
     assert sink.got.count(b"data: ") == 1
     assert sink.complete is False
+
+
+async def test_a_whole_answer_that_comes_too_late_is_one_event() -> None:
+    pretty = json.dumps(openai_body(Overloaded("full")), indent=2).encode()
+    sink = Sink()
+    await sink.start({})
+    assert await end_refused(sink, WholeAnswer(503, {}, pretty)) == Relayed("engine_error_event")
+    assert sink.got.count(b"\n") == 2
+    assert error_in(sink.got)["message"] == "full"
+    assert sink.complete is False
+
+
+async def test_an_engine_that_does_not_stream_after_a_comment_is_an_error_event() -> None:
+    sink = Sink()
+    await sink.start({})
+    answer = WholeAnswer(200, {}, b'{"choices":[]}')
+    assert await end_refused(sink, answer) == Relayed("engine_unavailable")
+    assert error_in(sink.got)["message"] == "the engine did not stream its answer"

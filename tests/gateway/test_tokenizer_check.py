@@ -10,7 +10,7 @@ import pytest
 from gateway.schema import Api, parse
 from gateway.tokenise import Tokeniser
 from gateway.tokenizer_check import SAMPLE, TokenizerCheck
-from gateway.upstream import AiohttpUpstream
+from gateway.upstream import HttpUpstream
 from prfaas.limits import Limits
 from prfaas.testing.gateway_setup import MODEL, ByteTokenizer, until
 from prfaas.testing.scripted_engine import scripted_engine
@@ -29,7 +29,7 @@ async def check_against(
     path: str = "",
 ) -> AsyncIterator[TokenizerCheck]:
     async with scripted_engine(MODEL, tokenize) as engine:
-        upstream = AiohttpUpstream(engine.url + path, "d-0", Limits())
+        upstream = HttpUpstream(engine.url + path, "d-0", Limits())
         tokeniser = Tokeniser(tokenizer or ByteTokenizer(), 1000)
         check = TokenizerCheck(tokeniser, upstream, every, Limits())
         try:

@@ -1,0 +1,218 @@
+"""HTTP/1.1 from the client's side without I/O: a request as bytes, and the answer to it read.
+
+llhttp (through httptools, no leniency) does the grammar: it refuses both lengths at once, folded
+headers, bare line feeds and lengths that are no numbers. What an exchange with an engine may be
+beyond that, and how large, is decided here (RFC 9112).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import httptools
+
+from prfaas.errors import InvalidRequest, ProtocolError
+
+FRAMING = frozenset({"host", "content-length", "transfer-encoding", "connection", "expect"})
+"""Header fields that only this module writes."""
+NO_BODY = frozenset({204, 304})
+
+_TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
+_NOT_IN_TARGET = re.compile(r"[^!-~]")
+_NOT_IN_VALUE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+_ONCE = frozenset({"content-length", "transfer-encoding"})
+
+
+class Headers(Mapping[str, str]):
+    """Header fields by name in any case; a field sent several times is one list of values."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: dict[str, str]) -> None:
+        self._fields = fields
+
+    def __getitem__(self, name: str) -> str:
+        found = self._fields.get(name)
+        return self._fields[name.lower()] if found is None else found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+def request_head(
+    method: str, target: str, host: str, headers: Mapping[str, str], body_bytes: int
+) -> bytes:
+    """The head of a request with a body of so many bytes.
+
+    Raises InvalidRequest for a header value that would end its line; ValueError for a method,
+    target or name that no caller may come with.
+    """
+    if not _TOKEN.fullmatch(method) or _NOT_IN_TARGET.search(target) or not target:
+        raise ValueError(f"not a request line: {method!r} {target!r}")
+    lines = [f"{method} {target} HTTP/1.1\r\nhost: {host}\r\n"]
+    if body_bytes or method == "POST":
+        lines.append(f"content-length: {body_bytes}\r\n")
+    for name, value in headers.items():
+        if not _TOKEN.fullmatch(name) or name.lower() in FRAMING:
+            raise ValueError(f"not a header to send: {name!r}")
+        if _NOT_IN_VALUE.search(value):
+            raise InvalidRequest(f"header {name} holds control characters", param=name)
+        lines.append(f"{name}: {value}\r\n")
+    lines.append("\r\n")
+    return "".join(lines).encode()
+
+
+class ResponseParser:
+    """Reads the one answer to one request from whatever pieces arrive.
+
+    `body` holds what arrived and was not taken yet; the owner empties it. The head, the trailers
+    and what lies between pieces of a body (chunk extensions) are each bounded by `max_head_bytes`.
+    """
+
+    __slots__ = (
+        "_fields",
+        "_head_bytes",
+        "_interim",
+        "_keep_alive",
+        "_max_head_bytes",
+        "_method",
+        "_parser",
+        "_quiet_bytes",
+        "_until_eof",
+        "body",
+        "body_bytes",
+        "complete",
+        "content_length",
+        "excess",
+        "headers",
+        "heard",
+        "status",
+    )
+
+    def __init__(self, method: str, max_head_bytes: int) -> None:
+        self._method = method
+        self._max_head_bytes = max_head_bytes
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        self._fields: dict[str, str] = {}
+        self._head_bytes = self._quiet_bytes = 0
+        self._interim = self._keep_alive = self._until_eof = False
+        self.heard = False
+        """At least one byte arrived."""
+        self.status = 0
+        self.headers: Headers | None = None
+        """None until the head is whole; heads of 1xx answers are skipped."""
+        self.content_length: int | None = None
+        self.body: list[bytes] = []
+        self.body_bytes = 0
+        """In `body`; the owner sets it back when it takes them."""
+        self.complete = False
+        self.excess = False
+        """Something followed the answer that nobody asked for."""
+
+    @property
+    def reusable(self) -> bool:
+        """The connection may carry another request."""
+        return self.complete and self._keep_alive and not self.excess
+
+    def close(self) -> None:
+        """Let go of httptools' half, which holds this one: no garbage in circles."""
+        self._parser = None
+
+    def feed(self, data: bytes) -> None:
+        """Read a piece. Raises ProtocolError for what is no answer to this request."""
+        self.heard = True
+        if self.complete or self._parser is None:
+            # Blank lines are nothing, as they are before the next answer (RFC 9112, 2.2).
+            self.excess = self.excess or bool(data.strip(b"\r\n"))
+            return
+        pieces = len(self.body)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserCallbackError as exc:
+            cause = exc.__context__
+            raise cause if isinstance(cause, ProtocolError) else exc from None
+        except httptools.HttpParserError as exc:
+            if not self.complete:
+                raise ProtocolError(f"not HTTP/1.1: {exc}") from exc
+            self.excess = True
+        if len(self.body) > pieces or self.complete:
+            self._quiet_bytes = 0
+            return
+        self._quiet_bytes += len(data)
+        if self._quiet_bytes > self._max_head_bytes:
+            raise ProtocolError(f"over {self._max_head_bytes} bytes without a byte of a body")
+
+    def eof(self) -> None:
+        """The connection ended. Raises ProtocolError where the answer had not."""
+        if self.complete:
+            return
+        if self.headers is not None and self._until_eof:
+            self.complete = True
+        elif not self.heard:
+            raise ProtocolError("the connection was closed before an answer")
+        else:
+            raise ProtocolError("the connection was closed in the middle of an answer")
+
+    # --- called by httptools ---
+
+    def on_message_begin(self) -> None:
+        if self.complete:
+            self.excess = True
+        self._fields = {}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > self._max_head_bytes:
+            raise ProtocolError(f"the headers are over {self._max_head_bytes} bytes")
+        if self.complete or self.headers is not None:
+            return  # trailers say nothing we act on
+        key, text = name.decode("ascii").lower(), value.decode("latin-1")
+        known = self._fields.get(key)
+        if known is not None:
+            if key in _ONCE:
+                raise ProtocolError(f"{key} came twice")
+            text = f"{known}, {text}"
+        self._fields[key] = text
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        if self.complete or parser is None:
+            return
+        status = parser.get_status_code()
+        if (version := parser.get_http_version()) not in ("1.1", "1.0"):
+            raise ProtocolError(f"HTTP version {version}")
+        if status == 101:
+            raise ProtocolError("the protocol was switched, which nobody asked for")
+        if status < 200:
+            self._interim = True
+            return
+        coding = self._fields.get("transfer-encoding")
+        if coding is not None and coding.strip().lower() != "chunked":
+            raise ProtocolError(f"transfer-encoding {coding[:50]!r}")
+        content = self._fields.get("content-encoding", "identity").strip().lower()
+        if content not in ("identity", ""):
+            raise ProtocolError(f"content-encoding {content[:50]!r}, which nobody asked for")
+        length = self._fields.get("content-length")
+        self.content_length = None if length is None else int(length)
+        self._until_eof = coding is None and length is None
+        self._keep_alive = parser.should_keep_alive()
+        self.status, self.headers = status, Headers(self._fields)
+        if self._method == "HEAD":
+            self.complete = True
+
+    def on_body(self, data: bytes) -> None:
+        if self.complete:
+            self.excess = True
+            return
+        self.body.append(data)
+        self.body_bytes += len(data)
+
+    def on_message_complete(self) -> None:
+        if self._interim:
+            self._interim = False
+        elif self.headers is not None:
+            self.complete = True

@@ -1,0 +1,232 @@
+"""One connection to an engine: a request goes out, its answer is read with back-pressure."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from enum import StrEnum
+from typing import cast
+
+from gateway.http1 import Headers, ResponseParser
+from prfaas.errors import ProtocolError
+from prfaas.limits import Limits
+
+HIGH_WATER_BYTES = 64 << 10
+"""More of a body than this unread, and the engine is not read from any more."""
+KEEPALIVE_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+"""A machine that is gone without a word is found out in half a minute, whatever we wait for."""
+
+
+class State(StrEnum):
+    IDLE = "idle"
+    BUSY = "busy"
+    CLOSED = "closed"
+
+
+class Broken(Exception):
+    """The exchange cannot go on; `phase` is where it was, `unheard`: before a byte came back."""
+
+    def __init__(self, text: str, phase: str, unheard: bool) -> None:
+        super().__init__(text)
+        self.phase = phase
+        self.unheard = unheard
+
+
+class Connection(asyncio.Protocol):
+    """Owns one socket; the pool closes it. One exchange at a time: `send`, then `head`, then
+    `next_piece` until it is empty. `tick` keeps its deadlines.
+    """
+
+    def __init__(self, limits: Limits, on_closed: Callable[[Connection], None]) -> None:
+        self._limits = limits
+        self._on_closed = on_closed
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser: ResponseParser | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._failure: Broken | None = None
+        self._reading_paused = False
+        self._sending_stuck = False
+        self._moved_at = 0.0
+        self.state = State.IDLE
+        self.exchanges = 0
+        self.idle_since = 0.0
+
+    def __repr__(self) -> str:
+        return f"<Connection {self.state} exchanges={self.exchanges}>"
+
+    @property
+    def usable(self) -> bool:
+        """A request may be sent, as far as can be known on this side."""
+        transport = self._transport
+        return self.state is State.IDLE and transport is not None and not transport.is_closing()
+
+    # --- one exchange ---
+
+    def send(self, method: str, head: bytes, body: bytes) -> None:
+        """Hand a request to the socket; the connection must be idle."""
+        assert self.state is State.IDLE, self
+        assert self._transport is not None
+        self.state = State.BUSY
+        self.exchanges += 1
+        self._parser = ResponseParser(method, self._limits.engine_head_bytes)
+        self._moved_at = self._loop.time()
+        if len(body) <= HIGH_WATER_BYTES:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))  # large ones are not copied
+
+    async def head(self) -> tuple[int, Headers]:
+        """Status and headers once they are here. Raises Broken."""
+        parser = self._parser
+        assert parser is not None
+        while parser.headers is None:
+            if self._failure is not None:
+                raise self._failure
+            await self._wait()
+        return parser.status, parser.headers
+
+    async def next_piece(self) -> bytes:
+        """What arrived of the body since the last call; empty at its end. Raises Broken."""
+        parser = self._parser
+        assert parser is not None
+        while True:
+            parts = parser.body
+            if parts:
+                piece = parts[0] if len(parts) == 1 else b"".join(parts)
+                parts.clear()
+                parser.body_bytes = 0
+                self._resume()
+                return piece
+            if parser.complete:
+                return b""
+            if self._failure is not None:
+                raise self._failure
+            await self._wait()
+
+    @property
+    def content_length(self) -> int | None:
+        return None if self._parser is None else self._parser.content_length
+
+    def finish(self) -> bool:
+        """End the exchange; True where the connection may carry the next one."""
+        parser, transport = self._parser, self._transport
+        reusable = (
+            self.state is State.BUSY
+            and parser is not None
+            and parser.reusable
+            and not parser.body
+            and transport is not None
+            and not transport.is_closing()
+            and not transport.get_write_buffer_size()  # an early answer: the body still goes out
+        )
+        if parser is not None:
+            parser.close()
+        self._parser = self._failure = None
+        if reusable:
+            self.state = State.IDLE
+            self.idle_since = self._loop.time()
+        else:
+            self.abort()
+        return reusable
+
+    def abort(self) -> None:
+        """Close at once; an engine at work sees it."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def tick(self, now: float) -> None:
+        """Fail an exchange that has been still for too long."""
+        if self.state is not State.BUSY or self._reading_paused or self._parser is None:
+            return
+        still_s = now - self._moved_at
+        limits = self._limits
+        if self._sending_stuck and still_s > limits.engine_send_timeout_s:
+            self._fail(f"took nothing of the request for {limits.engine_send_timeout_s:g} s")
+        elif self._parser.headers is not None and still_s > limits.engine_silence_timeout_s:
+            self._fail(f"said nothing for {limits.engine_silence_timeout_s:g} s")
+
+    # --- called by the event loop ---
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE_PROBES:
+            if hasattr(socket, name):
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def data_received(self, data: bytes) -> None:
+        parser = self._parser
+        if parser is None:
+            self.abort()  # nobody asked
+            return
+        self._moved_at = self._loop.time()
+        try:
+            parser.feed(data)
+        except ProtocolError as exc:
+            self._fail(exc.message)
+            return
+        if parser.body_bytes > HIGH_WATER_BYTES and not self._reading_paused:
+            assert self._transport is not None
+            self._reading_paused = True
+            self._transport.pause_reading()
+        if parser.complete or parser.body or parser.headers is not None:
+            self._wake()
+
+    def eof_received(self) -> None:
+        self._end("")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(str(exc) if exc is not None else "")
+        self.state = State.CLOSED
+        self._on_closed(self)
+
+    def pause_writing(self) -> None:
+        self._sending_stuck = True
+
+    def resume_writing(self) -> None:
+        self._sending_stuck = False
+        self._moved_at = self._loop.time()
+
+    # ---
+
+    def _end(self, error: str) -> None:
+        if self._parser is None or self._failure is not None:
+            return
+        try:
+            if error and not self._parser.complete:
+                raise ProtocolError(error)
+            self._parser.eof()
+        except ProtocolError as exc:
+            self._fail(exc.message)
+        self._wake()
+
+    def _fail(self, text: str) -> None:
+        parser = self._parser
+        assert parser is not None
+        if self._failure is None:
+            phase = "send" if self._sending_stuck else "progress"
+            self._failure = Broken(text, phase, not parser.heard)
+        self.abort()
+        self._wake()
+
+    def _resume(self) -> None:
+        if self._reading_paused and self._transport is not None:
+            self._reading_paused = False
+            self._moved_at = self._loop.time()  # the silence was ours
+            self._transport.resume_reading()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None

@@ -1,0 +1,92 @@
+"""Comments for a client who would wait in silence, so that no proxy on the way gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from gateway.relay import ClientSink
+
+COMMENT = b": keepalive\n\n"
+
+
+class KeepaliveSink:
+    """A client's side that says something every `interval_s`, whatever the engine does.
+
+    Owns one timer, and the write of a comment while it goes out; close it with `close`, after
+    which the client's side itself may still be used. The first comment commits: status 200 goes
+    out. What is written through it must end with whole events.
+    """
+
+    def __init__(self, sink: ClientSink, headers: Mapping[str, str], interval_s: float) -> None:
+        self._sink = sink
+        self._headers = headers
+        self._interval_s = interval_s
+        self._loop = asyncio.get_running_loop()
+        self._said_at = self._loop.time()
+        self._writing = self._ended = False
+        self._comment: asyncio.Task[None] | None = None
+        self._timer = self._loop.call_later(interval_s, self._tick)
+
+    @property
+    def started(self) -> bool:
+        return self._sink.started
+
+    async def start(self, headers: Mapping[str, str]) -> None:
+        await self._begin()
+        try:
+            if not self._sink.started:
+                await self._sink.start(headers)
+        finally:
+            self._writing = False
+
+    async def write(self, data: bytes) -> None:
+        await self._begin()
+        try:
+            await self._sink.write(data)
+        finally:
+            self._writing = False
+            self._said_at = self._loop.time()
+
+    async def end(self, complete: bool) -> None:
+        await self._begin()
+        self._ended = True
+        await self._sink.end(complete)
+
+    async def close(self) -> None:
+        """No comment begins after this, and none is under way."""
+        self._ended = True
+        self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+            await asyncio.gather(self._comment, return_exceptions=True)
+
+    async def _begin(self) -> None:
+        """From now on no comment begins; wait for one that is going out. Raises Cancelled where it
+        found the client gone.
+        """
+        self._writing = True
+        if self._comment is not None:
+            comment, self._comment = self._comment, None
+            await comment
+
+    def _tick(self) -> None:
+        if self._ended:
+            return
+        left_s = self._interval_s
+        if not self._writing and self._may_say():
+            left_s -= self._loop.time() - self._said_at
+            if left_s <= 0:
+                self._comment = self._loop.create_task(self._say())
+                left_s = self._interval_s
+        self._timer = self._loop.call_later(left_s, self._tick)
+
+    def _may_say(self) -> bool:
+        """Not while one goes out, nor after one that found the client gone."""
+        return self._comment is None or (self._comment.done() and self._comment.exception() is None)
+
+    async def _say(self) -> None:
+        if not self._sink.started:
+            await self._sink.start(self._headers)
+        await self._sink.write(COMMENT)
+        self._said_at = self._loop.time()

@@ -1,0 +1,106 @@
+"""Who waits for a stream hears comments, only between events, and none after the end."""
+
+import asyncio
+from collections.abc import Mapping
+
+import pytest
+
+from gateway.keepalive import COMMENT, KeepaliveSink
+from prfaas.errors import Cancelled
+
+HEADERS = {"content-type": "text/event-stream"}
+EVERY_S = 0.05
+
+
+class Client:
+    """Notes what it gets; `slow_s` is how long each write takes, `gone` refuses them."""
+
+    def __init__(self, slow_s: float = 0.0, gone: bool = False) -> None:
+        self.started = False
+        self.headers: Mapping[str, str] = {}
+        self.got: list[bytes] = []
+        self.ended = False
+        self.writing = 0
+        self._slow_s = slow_s
+        self._gone = gone
+
+    async def start(self, headers: Mapping[str, str]) -> None:
+        assert not self.started
+        self.started, self.headers = True, headers
+
+    async def write(self, data: bytes) -> None:
+        assert self.started
+        assert not self.ended
+        assert not self.writing, "two writes at once"
+        if self._gone:
+            raise Cancelled("the client went away")
+        self.writing += 1
+        await asyncio.sleep(self._slow_s)
+        self.writing -= 1
+        self.got.append(data)
+
+    async def end(self, complete: bool) -> None:
+        assert not self.writing
+        self.ended = True
+
+
+async def test_silence_is_broken_and_the_first_comment_commits() -> None:
+    client = Client()
+    sink = KeepaliveSink(client, HEADERS, EVERY_S)
+    await asyncio.sleep(EVERY_S / 2)
+    assert not sink.started
+    await asyncio.sleep(EVERY_S * 4)
+    assert sink.started
+    assert client.headers == HEADERS
+    assert len(client.got) >= 2
+    assert set(client.got) == {COMMENT}
+    await sink.start({"content-type": "another"})  # too late: they have gone out
+    assert client.headers == HEADERS
+    await sink.write(b"data: 1\n\n")
+    await sink.end(complete=True)
+    assert client.got[-1] == b"data: 1\n\n"
+    said = len(client.got)
+    await asyncio.sleep(EVERY_S * 3)
+    assert len(client.got) == said
+    await sink.close()
+
+
+async def test_a_stream_that_moves_has_no_comments() -> None:
+    client = Client()
+    sink = KeepaliveSink(client, HEADERS, EVERY_S * 4)
+    await sink.start(HEADERS)
+    for _ in range(20):
+        await sink.write(b"data: 1\n\n")
+        await asyncio.sleep(EVERY_S / 2)
+    await sink.end(complete=True)
+    await sink.close()
+    assert COMMENT not in client.got
+
+
+async def test_a_comment_never_meets_an_event() -> None:
+    client = Client(slow_s=EVERY_S * 1.5)
+    sink = KeepaliveSink(client, HEADERS, EVERY_S)
+    await asyncio.sleep(EVERY_S * 1.5)  # a comment is on its way
+    assert client.writing
+    await sink.write(b"data: 1\n\n")
+    await asyncio.sleep(EVERY_S * 1.5)
+    await sink.end(complete=True)
+    await sink.close()
+    assert client.got[:2] == [COMMENT, b"data: 1\n\n"]
+
+
+async def test_a_client_found_gone_is_told_to_who_writes_next() -> None:
+    sink = KeepaliveSink(Client(gone=True), HEADERS, EVERY_S)
+    await asyncio.sleep(EVERY_S * 3)
+    with pytest.raises(Cancelled):
+        await sink.write(b"data: 1\n\n")
+    await sink.close()
+
+
+async def test_closing_ends_a_comment_under_way_and_its_error() -> None:
+    for client in (Client(slow_s=60), Client(gone=True)):
+        sink = KeepaliveSink(client, HEADERS, EVERY_S)
+        await asyncio.sleep(EVERY_S * 1.5)
+        async with asyncio.timeout(1):
+            await sink.close()
+        assert client.got == []
