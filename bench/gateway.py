@@ -1,0 +1,185 @@
+"""What the gateway costs before an engine, beside routers that people use today.
+
+One interleaved run, medians of rounds. Routers share one core; load and a mock engine have another.
+CPU is what the scheduler counted for all threads of a router. All have one engine: that is what
+this gateway relays to, so a row says what a request costs, not how well it is placed.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import uvloop
+
+from bench import gateway_routers as routers_
+from bench.gateway_load import Driver, Load
+from bench.gateway_routers import Router
+from bench.harness import Arm, Report, Samples, run_interleaved
+from prfaas.errors import PrfaasError
+
+OURS = "ours"
+PLAIN = "aiohttp"
+ROUNDS, QUICK_ROUNDS = 7, 3
+RSS_REQUESTS = 100_000
+RSS_WARM_UP = 10_000
+
+# Row, load, baseline. Bodies of 64 KB against round robin only: this gateway keeps no index of
+# prefixes for an engine without an agent, so cache-aware routers do more there.
+ROWS = (
+    ("cpu_200B_over_sglang", "200B", "sglang-rr"),
+    ("cpu_200B_over_vllm", "200B", "vllm-rr"),
+    ("cpu_200B_over_aiohttp", "200B", PLAIN),
+    ("cpu_64KB_over_sglang", "64KB", "sglang-rr"),
+    ("cpu_64KB_over_vllm", "64KB", "vllm-rr"),
+    ("cpu_64KB_over_aiohttp", "64KB", PLAIN),
+    ("cpu_sse32_over_sglang_cache", "sse32", "sglang-cache"),
+    ("cpu_sse32_over_vllm", "sse32", "vllm-rr"),
+    ("cpu_sse32_over_aiohttp", "sse32", PLAIN),
+    ("cpu_paced_token_over_vllm", "paced", "vllm-rr"),
+    ("cpu_paced_token_over_aiohttp", "paced", PLAIN),
+)
+
+
+def loads(quick: bool) -> tuple[Load, ...]:
+    scale = 1 if quick else 4
+    return (
+        Load("200B", 200, clients=16, requests=1000 * scale),
+        Load("64KB", 64_000, clients=16, requests=250 * scale),
+        Load("sse32", 200, clients=16, requests=400 * scale, stream=True),
+        Load("paced", 200, clients=32, requests=64 * scale, stream=True, paced=True),
+    )
+
+
+def run(quick: bool) -> None:
+    """Raises PrfaasError where not even the gateway comes up."""
+    uvloop.run(_run(quick, Report("gateway", quick=quick)))
+
+
+async def _run(quick: bool, report: Report) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise PrfaasError("two cores are needed: one for routers, one for load and engine")
+    router_core, load_core = cores[0], cores[1]
+    pythons = {name: routers_.environment(name, report.say) for name in routers_.VERSIONS}
+    os.sched_setaffinity(0, {load_core})
+    async with AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prfaas-bench-")))
+        engine = [sys.executable, "-m", "bench.gateway_engine"]
+        _, port = await stack.enter_async_context(
+            routers_.process(engine, directory / "engine.log", load_core, reads_line=True)
+        )
+        engine_url = f"http://127.0.0.1:{port}"
+        commands: dict[str, Callable[[int], list[str]]] = {
+            OURS: lambda port: routers_.ours(directory, port, engine_url),
+            PLAIN: lambda port: routers_.plain_proxy(port, engine_url),
+        }
+        for name, python in pythons.items():
+            if python is not None:
+                for short, policy in (("rr", "round_robin"), ("cache", "cache_aware")):
+                    commands[f"{name}-{short}"] = _baseline(python, name, policy, engine_url)
+        routers = await stack.enter_async_context(
+            routers_.running(commands, directory, router_core, report.say)
+        )
+        if OURS not in routers:
+            raise PrfaasError("the gateway did not come up")
+        drivers = {name: Driver(router.url) for name, router in routers.items()}
+        drivers["direct"] = Driver(engine_url)
+        for driver in drivers.values():
+            stack.push_async_callback(driver.close)
+        await _measure(quick, report, routers, drivers)
+
+
+def _baseline(python: Path, name: str, policy: str, url: str) -> Callable[[int], list[str]]:
+    return lambda port: routers_.baseline(python, name, policy, port, url)
+
+
+async def _measure(
+    quick: bool, report: Report, routers: dict[str, Router], drivers: dict[str, Driver]
+) -> None:
+    arms: dict[str, Arm] = {}
+    for load in loads(quick):
+        for name, router in routers.items():
+            arms[f"{load.name} {name}"] = _cpu_us(router, drivers[name], load)
+    one = Load("c1", 200, clients=1, requests=200 if quick else 800)
+    for name in ("direct", OURS, "vllm-rr"):
+        if name in drivers:
+            arms[f"c1 {name}"] = _p50_us(drivers[name], one)
+    for load in loads(True):  # warm: pools, caches, branches
+        for name in routers:
+            await drivers[name].run(load)
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    found = await run_interleaved(arms, rounds, report.say)
+    _write(report, found)
+    if not quick:
+        growth = await _rss_growth(routers[OURS], drivers[OURS])
+        note = f"own RSS after {RSS_WARM_UP} requests of 200 B and after {RSS_REQUESTS} more"
+        report.add("rss_growth_100k_requests_MiB", growth / 2**20, "MiB", note)
+    report.finish()
+
+
+def _cpu_us(router: Router, driver: Driver, load: Load) -> Arm:
+    """Router CPU microseconds of one request; of one token where tokens are paced."""
+
+    async def arm() -> float:
+        before = router.cpu_s()
+        await driver.run(load)
+        each = load.requests * (load.tokens if load.paced else 1)
+        return (router.cpu_s() - before) / each * 1e6
+
+    return arm
+
+
+def _p50_us(driver: Driver, load: Load) -> Arm:
+    async def arm() -> float:
+        return statistics.median(await driver.run(load)) * 1e6
+
+    return arm
+
+
+def _write(report: Report, found: dict[str, Samples]) -> None:
+    """Ratios of medians, of what ran; then the medians themselves."""
+    for row, load, name in ROWS:
+        if f"{load} {name}" not in found:
+            continue
+        mine, theirs = found[f"{load} {OURS}"], found[f"{load} {name}"]
+        what = "token" if load == "paced" else "request"
+        note = (
+            f"router CPU of a {what}: {mine.median:.0f} us ({mine.spread}) against "
+            f"{theirs.median:.0f} us ({theirs.spread}) of {_named(name)}"
+        )
+        report.add(row, mine.median / theirs.median, "ratio", note)
+    if "c1 vllm-rr" in found:
+        direct, mine, theirs = (found[f"c1 {name}"] for name in ("direct", OURS, "vllm-rr"))
+        note = (
+            f"p50 of one client: {mine.median:.0f} us ({mine.spread}) and {theirs.median:.0f} us "
+            f"({theirs.spread}) of {_named('vllm-rr')}, each minus {direct.median:.0f} us direct"
+        )
+        added = (mine.median - direct.median) / (theirs.median - direct.median)
+        report.add("added_p50_over_vllm.c1", added, "ratio", note)
+    for arm, samples in found.items():
+        load, name = arm.split(" ")
+        kind = "p50" if load == "c1" else "router CPU"
+        row = f"{'latency' if load == 'c1' else 'cpu'}_{load}_{name}"
+        report.add(row, samples.median, "us", f"{kind}, {samples.spread}; {_named(name)}")
+
+
+def _named(name: str) -> str:
+    """A router as it can be had."""
+    package, _, policy = name.partition("-")
+    if package not in routers_.VERSIONS:
+        return {PLAIN: "a plain aiohttp proxy", OURS: "this gateway"}.get(name, name)
+    return f"{routers_.VERSIONS[package]}, {'cache aware' if policy == 'cache' else 'round robin'}"
+
+
+async def _rss_growth(router: Router, driver: Driver) -> float:
+    """Bytes; the requests before fill what is bounded: the history, pools, histograms."""
+    await driver.run(Load("warm", 200, clients=16, requests=RSS_WARM_UP))
+    before = router.rss_bytes()
+    await driver.run(Load("rss", 200, clients=16, requests=RSS_REQUESTS))
+    return router.rss_bytes() - before
