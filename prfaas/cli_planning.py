@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -83,7 +85,9 @@ def workload(
 @click.argument("scenario", default="paper")
 @click.option("--policy", "policies", multiple=True, help="Policy by name; repeatable.")
 @click.option(
-    "--policy-file", type=_FILE, help="Parameters: a configuration file's gateway.policy."
+    "--policy-file",
+    type=_FILE,
+    help="Parameters: a policy file, or a configuration file's gateway.policy.",
 )
 @click.option("--trace", type=_FILE, help="Workload from a trace; default: the scenario's own.")
 @click.option("--trace-format", help="mooncake, azure or request-log; default: seen in the file.")
@@ -110,10 +114,16 @@ def simulate(
 
     SCENARIO is a YAML file or a shipped one (paper, homogeneous).
     """
+    from policies.policy_file import is_policy_file, load_policy_file
     from policies.simulator.command import SimulateOptions, run_simulate
     from prfaas.settings import PolicySettings, load_settings
 
-    settings = load_settings(policy_file).gateway.policy if policy_file else PolicySettings()
+    settings = PolicySettings()
+    if policy_file is not None and is_policy_file(policy_file):
+        settings = load_policy_file(policy_file).settings()
+        policies = policies or (settings.name,)
+    elif policy_file is not None:
+        settings = load_settings(policy_file).gateway.policy
     if threshold is not None:
         settings = settings.model_copy(update={"threshold_tokens": threshold})
     names = policies or ("always_local", "length_threshold", "paper", "least_ttft")
@@ -124,6 +134,85 @@ def simulate(
     click.echo(text, nl=False)
     for note in notes:
         click.echo(note, err=True)
+
+
+@click.command()
+@click.argument("scenario", default="paper")
+@click.option("--policy", default="priced", show_default=True, help="Policy to tune.")
+@click.option(
+    "--goal",
+    type=click.Choice(["rate", "ttft", "cost"]),
+    default="rate",
+    show_default=True,
+    help="Most requests a second within the scenario's objectives, least mean TTFT within them at "
+    "the workload's rate, or least cost of a million requests.",
+)
+@click.option("--trace", type=_FILE, help="Workload from a trace; default: the scenario's own.")
+@click.option("--trace-format", help="mooncake, azure or request-log; default: seen in the file.")
+@click.option(
+    "--train-share",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    default=0.5,
+    show_default=True,
+    help="Of the workload, from its start; the rest tests.",
+)
+@click.option(
+    "--queue-order",
+    type=click.Choice(["fcfs", "srpt", "slack", "search"]),
+    help="Of all prefill queues; search: find the best; default: the scenario's.",
+)
+@click.option("--trials", type=click.IntRange(1), default=50, show_default=True, help="In all.")
+@click.option("--jobs", type=click.IntRange(1), help="Processes; default: one for each core.")
+@click.option(
+    "--storage",
+    default="study.journal",
+    show_default=True,
+    help="File, or a URL that Optuna knows (Redis, a database) where several machines join.",
+)
+@click.option("--study", help="Name within the storage; default: from policy and goal.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Of the search.")
+@click.option("--write", type=_FILE, help="Write the policy file there.")
+@click.option("--report", type=_FILE, help="Write a page with plots there.")
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
+def tune(
+    scenario: str,
+    policy: str,
+    goal: Literal["rate", "ttft", "cost"],
+    trace: Path | None,
+    trace_format: str | None,
+    train_share: float,
+    queue_order: str | None,
+    trials: int,
+    jobs: int | None,
+    storage: str,
+    study: str | None,
+    seed: int,
+    write: Path | None,
+    report: Path | None,
+    as_json: bool,
+) -> None:
+    """Search policy parameters for SCENARIO in the simulator; write a policy file.
+
+    A study that was stopped goes on where it was. Needs prfaas[tune].
+    """
+    from policies.study import StudySpec
+    from policies.tune_command import TuneOptions, run_tune
+
+    search = queue_order == "search"
+    spec = StudySpec(
+        scenario,
+        policy,
+        goal,
+        None if search else queue_order,
+        search,
+        trace,
+        trace_format,
+        train_share,
+        seed,
+    )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    options = TuneOptions(spec, storage, trials, jobs or cores or 1, study, write, report)
+    click.echo(run_tune(options, as_json), nl=False)
 
 
 @click.group()
@@ -156,4 +245,4 @@ def profile_show(name: str, tokenizer: str | None) -> None:
     click.echo(to_yaml(found), nl=False)
 
 
-COMMANDS: tuple[click.Command, ...] = (plan, workload, simulate, profile)
+COMMANDS: tuple[click.Command, ...] = (plan, workload, simulate, tune, profile)

@@ -1,0 +1,360 @@
+"""The tuner: Optuna over the simulator, resumable, on all cores; trains on one part of a workload
+and reports the other."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from policies.parameters import SPANS
+from policies.registry import make_policy
+from policies.scenario import Profiles, Scenario, load_scenario
+from policies.simulator.capacity import capacity
+from policies.simulator.result import Summary
+from policies.simulator.run import simulate
+from policies.workload.request import Request, scaled
+from prfaas.errors import ConfigError
+from prfaas.settings import PolicySettings
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial, Trial
+
+Goal = Literal["rate", "ttft", "cost"]
+LOST = 1e9
+"""Value of a trial that does not hold the objectives, before how far off it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StudySpec:
+    """What is sought; everything that makes two studies the same."""
+
+    scenario: str
+    policy: str
+    goal: Goal
+    """`rate`: most requests a second within the objectives; `ttft`: least mean TTFT within them, at
+    the workload's own rate; `cost`: least of nodes and egress for a million requests, at `rate`."""
+    queue_order: str | None = None
+    """Of all prefill queues; None: the scenario's."""
+    tune_order: bool = False
+    """Search the queue order too."""
+    trace: Path | None = None
+    trace_format: str | None = None
+    train_share: float = 0.5
+    """Of the workload's requests, from the start: they train, the rest tests."""
+    seed: int = 0
+
+    def digest(self) -> str:
+        """Changes with anything that makes values incomparable."""
+        text = json.dumps({**asdict(self), "trace": str(self.trace)}, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Requests of one part of the workload, at times from zero, and their own rate."""
+
+    requests: tuple[Request, ...]
+
+    @property
+    def rate_per_s(self) -> float:
+        span = self.requests[-1].arrival_s - self.requests[0].arrival_s
+        return (len(self.requests) - 1) / span
+
+    def at(self, rate_per_s: float) -> Sequence[Request]:
+        return list(scaled(self.requests, rate_per_s / self.rate_per_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one set of parameters is worth on one part of the workload."""
+
+    value: float
+    """Lower is better, whatever the goal."""
+    rate_per_s: float
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """The best of a study, on both parts, beside the policy's defaults."""
+
+    spec: StudySpec
+    parameters: Mapping[str, float]
+    queue_order: str
+    trials: int
+    trained: Score
+    tested: Score
+    default_tested: Score
+    history: Sequence[float]
+    """Best value after each finished trial."""
+
+
+class Problem:
+    """A spec with its files read; owns nothing, nothing to close."""
+
+    def __init__(self, spec: StudySpec) -> None:
+        """Raises ConfigError where the spec contradicts itself or names what is not there."""
+        if spec.policy not in SPANS:
+            raise ConfigError(f"no policy {spec.policy!r}; there are {', '.join(SPANS)}")
+        if not 0 < spec.train_share < 1:
+            raise ConfigError(
+                f"the training share must lie between 0 and 1, not {spec.train_share}"
+            )
+        scenario, self.profiles = load_scenario(spec.scenario)
+        if spec.queue_order is not None:
+            order = scenario.queue_order.model_validate({"name": spec.queue_order})
+            scenario = scenario.model_copy(update={"queue_order": order})
+        self.spec, self.scenario = spec, scenario
+        self._require_sense()
+        self.training, self.testing = _parts(spec, scenario)
+        if not scenario.local.colocated and scenario.local.prefill_instances is None:
+            self.scenario = planned(scenario, self.profiles, self.training.requests)
+
+    def _require_sense(self) -> None:
+        goal, objectives = self.spec.goal, self.scenario.objectives
+        if goal == "rate" and not objectives.ttft:
+            raise ConfigError(
+                "goal `rate` contradicts a scenario without objectives on TTFT: any rate holds; "
+                "set objectives.ttft_p90_s or ttft_p99_s"
+            )
+        if goal == "cost" and self.scenario.prices is None:
+            raise ConfigError(
+                "goal `cost` needs prices in the scenario: without, all costs nothing"
+            )
+        if not SPANS[self.spec.policy] and not self.spec.tune_order:
+            raise ConfigError(f"policy {self.spec.policy} has no parameters to search")
+
+    def score(self, parameters: Mapping[str, float], order: str, part: Part) -> Score:
+        """Run the simulator on a part. Raises ConfigError where objectives hold at no rate."""
+        scenario = self.scenario
+        if order != scenario.queue_order.name:
+            queue_order = scenario.queue_order.model_copy(update={"name": order})
+            scenario = scenario.model_copy(update={"queue_order": queue_order})
+        settings = PolicySettings.model_validate({"name": self.spec.policy, **parameters})
+        if self.spec.goal == "ttft":
+            requests = part.requests
+            summary = simulate(scenario, self.profiles, requests, make_policy(settings)).summary()
+            return Score(summary.ttft_mean_s + _excess(scenario, summary), part.rate_per_s, summary)
+        found = capacity(
+            scenario,
+            self.profiles,
+            part.at,
+            lambda: make_policy(settings),
+            scenario.objectives,
+            start_rate_per_s=part.rate_per_s,
+            precision=0.02,
+        )
+        value = -found.rate_per_s
+        if self.spec.goal == "cost":
+            value = cost_per_million(scenario, found.rate_per_s, found.summary)
+        return Score(value, found.rate_per_s, found.summary)
+
+
+def cost_per_million(scenario: Scenario, rate_per_s: float, summary: Summary) -> float:
+    """Nodes of both sites and egress, for a million requests at this rate."""
+    prices = scenario.prices
+    assert prices is not None
+    remote = sum(peer.instances for peer in scenario.peers)
+    hourly = scenario.local.instances * prices.local_instance_per_hour
+    hourly += remote * prices.remote_instance_per_hour
+    egress = summary.egress_gb / summary.requests * prices.egress_per_gb
+    return (hourly / 3600 / rate_per_s + egress) * 1e6
+
+
+def tune(
+    spec: StudySpec, storage: str, trials: int, jobs: int, *, name: str | None = None
+) -> Tuned:
+    """Bring the study at `storage` to `trials` finished trials, in `jobs` processes.
+
+    `storage`: a file (Optuna's journal), or a URL that Optuna knows: several machines may work on
+    one study. A study that was stopped goes on where it was; finished trials are not run again.
+    Raises ConfigError where the study there is of something else, or no trial holds objectives.
+    """
+    problem = Problem(spec)
+    name = name or f"{spec.policy}-{spec.goal}"
+    study = open_study(spec, storage, name)
+    left = trials - finished(study)
+    if left > 0 and jobs > 1:
+        context = multiprocessing.get_context("spawn")
+        workers = [
+            context.Process(target=_work, args=(spec, storage, name, trials, number))
+            for number in range(1, jobs)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            run_trials(problem, study, trials, 0)
+        finally:
+            for worker in workers:
+                worker.join()
+        failed = [worker.exitcode for worker in workers if worker.exitcode]
+        if failed:
+            raise ConfigError(f"{len(failed)} of {jobs} workers of the study ended with an error")
+    elif left > 0:
+        run_trials(problem, study, trials, 0)
+    return best_of(problem, study)
+
+
+def open_study(spec: StudySpec, storage: str, name: str) -> Study:
+    """The study of that name, made where it is not there. Raises ConfigError."""
+    optuna = _optuna()
+    study = optuna.create_study(
+        study_name=name, storage=_storage(storage), direction="minimize", load_if_exists=True
+    )
+    known = study.user_attrs.get("spec")
+    if known is None:
+        study.set_user_attr("spec", spec.digest())
+        if SPANS[spec.policy]:
+            study.enqueue_trial(_defaults(spec.policy), skip_if_exists=True)
+    elif known != spec.digest():
+        raise ConfigError(
+            f"study {name!r} in {storage} is of another scenario, workload, policy or objective; "
+            "give another file or another name"
+        )
+    return study  # type: ignore[no-any-return]
+
+
+def finished(study: Study) -> int:
+    """Trials that have a value; what a kill left half done does not count."""
+    return sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
+
+
+def run_trials(problem: Problem, study: Study, trials: int, worker: int) -> None:
+    """Run trials in this process until the study, whoever works on it, has as many."""
+    optuna = _optuna()
+    seed = problem.spec.seed * 1000 + worker + finished(study)
+    study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
+
+    def stop(study: Study, trial: FrozenTrial) -> None:
+        if finished(study) >= trials:
+            study.stop()
+
+    if finished(study) < trials:
+        study.optimize(lambda trial: _try(problem, trial), callbacks=[stop])
+
+
+def best_of(problem: Problem, study: Study) -> Tuned:
+    """The best trial on both parts. Raises ConfigError where none holds the objectives."""
+    done = [t for t in study.get_trials(deepcopy=False) if t.state.name == "COMPLETE"]
+    best = min(done, key=lambda trial: (trial.value, trial.number))
+    if best.value is None or best.value >= LOST:
+        raise ConfigError(
+            f"infeasible: none of {len(done)} trials holds the objectives; "
+            "`prfaas plan` names the stage that binds"
+        )
+    parameters = dict(best.params)
+    order = str(parameters.pop("queue_order", problem.scenario.queue_order.name))
+    history: list[float] = []
+    for trial in done:
+        assert trial.value is not None
+        history.append(min([*history[-1:], trial.value]))
+    usual = problem.scenario.queue_order.name
+    return Tuned(
+        problem.spec,
+        parameters,
+        order,
+        len(done),
+        problem.score(parameters, order, problem.training),
+        problem.score(parameters, order, problem.testing),
+        problem.score({}, usual, problem.testing),
+        history,
+    )
+
+
+def planned(scenario: Scenario, profiles: Profiles, requests: Sequence[Request]) -> Scenario:
+    """The scenario with the split of D's nodes that the planner finds best for these requests.
+
+    Raises Infeasible, which names the stage that binds.
+    """
+    from policies.mix import mix_of_requests
+    from policies.planner import best_plan
+    from policies.prefix_cache import CacheSpec
+    from policies.throughput import Fleet
+
+    cache = CacheSpec.of(profiles.prefill.model, scenario.local.cache_tokens)
+    plan = best_plan(
+        Fleet.of(scenario, profiles), mix_of_requests(requests, cache), scenario.objectives
+    )
+    count = plan.load.split.prefill_instances
+    local = scenario.local.model_copy(update={"prefill_instances": count})
+    return scenario.model_copy(update={"local": local})
+
+
+def _parts(spec: StudySpec, scenario: Scenario) -> tuple[Part, Part]:
+    from dataclasses import replace
+
+    from policies.workload.source import open_source
+
+    rows = list(open_source(spec.trace, spec.trace_format, scenario.workload))
+    cut = int(len(rows) * spec.train_share)
+    parts = []
+    for part in (rows[:cut], rows[cut:]):
+        if len(part) < 2 or part[-1].arrival_s <= part[0].arrival_s:
+            raise ConfigError("the workload is too small to train on one part and test the other")
+        start = part[0].arrival_s
+        parts.append(Part(tuple(replace(r, arrival_s=r.arrival_s - start) for r in part)))
+    return parts[0], parts[1]
+
+
+def _try(problem: Problem, trial: Trial) -> float:
+    parameters: dict[str, float] = {}
+    for name, span in SPANS[problem.spec.policy].items():
+        if span.whole:
+            parameters[name] = trial.suggest_int(name, int(span.low), int(span.high), log=span.log)
+        else:
+            parameters[name] = trial.suggest_float(name, span.low, span.high, log=span.log)
+    order = problem.scenario.queue_order.name
+    if problem.spec.tune_order:
+        order = str(trial.suggest_categorical("queue_order", ["fcfs", "srpt", "slack"]))
+    try:
+        return problem.score(parameters, order, problem.training).value
+    except ConfigError as error:
+        if not error.message.startswith("infeasible"):
+            raise
+        return LOST
+
+
+def _excess(scenario: Scenario, summary: Summary) -> float:
+    """Added to a mean that is bought by breaking objectives."""
+    reached = {0.90: summary.ttft_p90_s, 0.99: summary.ttft_p99_s}
+    over = sum(max(0.0, reached[share] / s - 1) for share, s in scenario.objectives.ttft)
+    return LOST * (1 + over) if over else 0.0
+
+
+def _defaults(policy: str) -> dict[str, float]:
+    usual = PolicySettings()
+    return {
+        name: min(max(getattr(usual, name), span.low), span.high)
+        for name, span in SPANS[policy].items()
+    }
+
+
+def _storage(spec: str) -> BaseStorage | str:
+    if "://" in spec:
+        return spec
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    return JournalStorage(JournalFileBackend(spec))
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError("tuning needs Optuna: pip install 'prfaas[tune]'") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+    return optuna
+
+
+def _work(spec: StudySpec, storage: str, name: str, trials: int, worker: int) -> None:
+    run_trials(Problem(spec), open_study(spec, storage, name), trials, worker)

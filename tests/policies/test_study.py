@@ -1,0 +1,178 @@
+"""Studies: resumable, honest about what they had not seen, and refused where they make no sense."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from policies.planner import Infeasible
+from policies.policy_file import load_policy_file
+from policies.registry import make_policy
+from policies.study import (
+    Problem,
+    StudySpec,
+    cost_per_million,
+    finished,
+    open_study,
+    run_trials,
+    tune,
+)
+from policies.workload.request import Request
+from prfaas.cli import cli
+from prfaas.errors import ConfigError
+from prfaas.settings import PolicySettings
+
+SCENARIO: dict[str, Any] = {
+    "name": "small",
+    "local": {"prefill": "paper-h20", "instances": 8, "prefill_instances": 3},
+    "peers": [{"profile": "paper-h200", "instances": 4, "link": {"gbit_per_s": 100.0}}],
+    "objectives": {"ttft_p90_s": 10.0, "ttft_p99_s": 20.0},
+    "workload": {"requests": 400, "arrivals": {"rate_per_s": 2.5}},
+}
+
+
+def scenario_file(path: Path, **changes: Any) -> str:
+    file = path / "scenario.yaml"
+    file.write_text(yaml.safe_dump({**SCENARIO, **changes}))
+    return str(file)
+
+
+def spec(path: Path, **changes: Any) -> StudySpec:
+    scenario = scenario_file(path, **changes.pop("scenario", {}))
+    return replace(StudySpec(scenario, "length_threshold", "ttft"), **changes)
+
+
+def test_a_study_finds_a_better_threshold_and_reports_what_it_had_not_seen(tmp_path: Path) -> None:
+    wanted = spec(tmp_path)
+    tuned = tune(wanted, str(tmp_path / "s.journal"), 8, 1)
+    assert tuned.trials == 8
+    assert tuned.trained.value < 100
+    assert tuned.tested.value < 0.8 * tuned.default_tested.value
+    assert list(tuned.history) == sorted(tuned.history, reverse=True)
+    problem = Problem(wanted)
+    rows = [*problem.training.requests, *problem.testing.requests]
+    assert [r.number for r in rows] == list(range(400))
+    assert problem.testing.requests[0].arrival_s == 0.0
+    again = problem.score(tuned.parameters, "fcfs", problem.testing)
+    assert again.summary == tuned.tested.summary
+
+
+def test_a_killed_study_goes_on_and_does_not_count_what_was_half_done(tmp_path: Path) -> None:
+    wanted, storage = spec(tmp_path), str(tmp_path / "s.journal")
+    problem, study = Problem(wanted), open_study(wanted, storage, "a")
+    run_trials(problem, study, 2, 0)
+    study.ask()  # a trial that its process did not live to finish
+    again = open_study(wanted, storage, "a")
+    assert finished(again) == 2
+    run_trials(problem, again, 4, 0)
+    assert finished(open_study(wanted, storage, "a")) == 4
+
+
+def test_several_processes_work_on_one_study(tmp_path: Path) -> None:
+    tuned = tune(spec(tmp_path), str(tmp_path / "s.journal"), 6, 2)
+    assert 6 <= tuned.trials <= 7
+
+
+def test_the_defaults_are_tried_first(tmp_path: Path) -> None:
+    wanted = spec(tmp_path, policy="priced")
+    study = open_study(wanted, str(tmp_path / "s.journal"), "a")
+    run_trials(Problem(wanted), study, 1, 0)
+    usual = PolicySettings()
+    (trial,) = study.get_trials()
+    assert trial.params == {name: getattr(usual, name) for name in trial.params}
+
+
+def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:
+    storage = str(tmp_path / "s.journal")
+    open_study(spec(tmp_path), storage, "a")
+    with pytest.raises(ConfigError, match="another scenario, workload, policy or objective"):
+        open_study(spec(tmp_path, policy="paper"), storage, "a")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"goal": "rate", "scenario": {"objectives": {}}}, "without objectives on TTFT"),
+        ({"goal": "cost"}, "needs prices"),
+        ({"policy": "always_local"}, "no parameters to search"),
+        ({"policy": "prices"}, "no policy 'prices'"),
+        ({"train_share": 1.0}, "training share"),
+        ({"scenario": {"objectives": {"ttft_p90_s": 5.0, "ttft_p99_s": 2.0}}}, "contradicts"),
+        ({"scenario": {"workload": {"requests": 2}}}, "too small"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Problem(spec(tmp_path, **changes))
+
+
+def test_what_no_configuration_meets_is_infeasible_and_names_a_stage(tmp_path: Path) -> None:
+    """Case 45: the split is left to the planner, which says so before any trial."""
+    local = {"prefill": "paper-h20", "instances": 8}
+    impossible = {"local": local, "objectives": {"ttft_p90_s": 0.2}}
+    with pytest.raises(Infeasible) as caught:
+        Problem(spec(tmp_path, goal="rate", scenario=impossible))
+    assert caught.value.stage
+
+
+def test_trials_that_never_hold_objectives_end_in_an_error(tmp_path: Path) -> None:
+    wanted = spec(tmp_path, scenario={"objectives": {"ttft_p90_s": 0.2}})
+    with pytest.raises(ConfigError, match="infeasible: none of 2 trials"):
+        tune(wanted, str(tmp_path / "s.journal"), 2, 1)
+
+
+def test_cost_counts_nodes_and_egress(tmp_path: Path) -> None:
+    prices = {
+        "local_instance_per_hour": 10.0, "remote_instance_per_hour": 20.0, "egress_per_gb": 0.1,
+    }  # fmt: skip
+    problem = Problem(spec(tmp_path, goal="cost", scenario={"prices": prices}))
+    score = problem.score({"threshold_tokens": 20000}, "fcfs", problem.training)
+    gb = score.summary.egress_gb / score.summary.requests
+    assert score.value == pytest.approx(1e6 * (160 / 3600 / score.rate_per_s + 0.1 * gb))
+    assert cost_per_million(problem.scenario, 1e9, score.summary) == pytest.approx(1e5 * gb, 1e-3)
+
+
+def test_parts_run_at_any_rate(tmp_path: Path) -> None:
+    problem = Problem(spec(tmp_path))
+    fast: list[Request] = list(problem.testing.at(10.0))
+    assert (len(fast) - 1) / fast[-1].arrival_s == pytest.approx(10.0)
+
+
+def test_the_command_writes_a_policy_file_and_a_page_that_stand_alone(tmp_path: Path) -> None:
+    scenario = scenario_file(tmp_path)
+    policy, page = tmp_path / "policy.yaml", tmp_path / "report.html"
+    arguments = [
+        "tune", scenario, "--policy", "priced", "--goal", "ttft", "--trials", "2", "--jobs", "1",
+        "--queue-order", "search", "--storage", str(tmp_path / "s.journal"),
+        "--write", str(policy), "--report", str(page), "--json",
+    ]  # fmt: skip
+    done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert data["trials"] == 2
+    file = load_policy_file(policy)
+    assert file.policy == "priced"
+    assert file.made is not None
+    assert file.made.tested == pytest.approx(data["tested"]["value"])
+    assert make_policy(PolicySettings(file=policy)).name == "priced"
+    html = page.read_text()
+    assert html.count("<svg") == 2
+    assert not any(word in html for word in ("<script", "<link", "src=", "@import"))
+    assert "always_local" in html
+
+
+def test_simulate_takes_the_policy_file(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("policy_version: 1\npolicy: priced\nparameters: {length_price_s: 1.0}\n")
+    arguments = ["simulate", scenario_file(tmp_path), "--policy-file", str(policy), "--json"]
+    done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert [row["policy"] for row in json.loads(done.stdout)] == ["priced"]
