@@ -197,6 +197,10 @@ class Ledger:
                 self.resumable = self.watermark
             self._watermark_chunk += 1
 
+    def distrust(self) -> None:
+        """What is here is not what was sent, and nobody knows which part: none of it counts."""
+        self.watermark = self.resumable = self.start
+
     def missing(self) -> Iterator[str]:
         """What is not there yet, in wire order: one line for each (chunk, layer)."""
         for span in self._spans.values():

@@ -348,11 +348,13 @@ class ReceiveSession:
         if not ledger.whole:
             raise CorruptKv(f"missing at the seal: {ledger.describe_missing()}")
         if (seal.frames, seal.raw_bytes) != (ledger.frames, ledger.raw_bytes):
+            counted = f"{ledger.frames} and {ledger.raw_bytes}"
+            ledger.distrust()
             raise CorruptKv(
-                f"seal counts {seal.frames} frames and {seal.raw_bytes} bytes, "
-                f"received {ledger.frames} and {ledger.raw_bytes}"
+                f"seal counts {seal.frames} frames and {seal.raw_bytes} bytes, received {counted}"
             )
         if seal.root_digest != ledger.root_digest():
+            ledger.distrust()
             raise CorruptKv("root digest at the seal differs from what was received")
         self.state = ReceiveState.COMPLETE
 

@@ -173,14 +173,20 @@ class FetchJob:
                 break
             for _ in range(1 + LOST_RETRIES):
                 error = await self._try(link, self._extent, deadline)
-                if not isinstance(error, SessionLost) or deadline.expired():
+                if not isinstance(error, SessionLost) or deadline.expired() or self._whole:
                     break
                 # Its agent has restarted: what it computed is in the engine's prefix cache.
                 await link.wait_ready(deadline.capped(limits.connect_timeout_s))
             if error is None:
                 return None
             self._reason = reason_of(error)
+            if self._whole:
+                break  # only the seal did not come: there is nothing left to ask anybody for
         return error or PrefillTimeout("no time left for any instance", phase="total")
+
+    @property
+    def _whole(self) -> bool:
+        return self._watermark >= self.fetch.want
 
     async def _try(
         self, link: PeerLink, extent: StagingExtent, deadline: Deadline

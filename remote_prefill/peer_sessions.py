@@ -15,7 +15,7 @@ from prfaas.frames import Frame, FrameFlag
 from prfaas.interfaces import KvSink
 from prfaas.layout import KvLayout
 from prfaas.receive_session import ReceiveSession, ReceiveState
-from prfaas.session_messages import Handshake, SessionOpen
+from prfaas.session_messages import Feature, Handshake, SessionOpen
 from remote_prefill.link_meter import LinkMeter
 from remote_prefill.link_options import LinkOptions
 from remote_prefill.peer_channels import PeerChannels
@@ -87,7 +87,10 @@ class PeerSessions:
                 session=session,
                 epoch=epoch,
                 request=replace(
-                    request, link=remote.link, credit_bytes=options.credit.share(layout)
+                    request,
+                    link=remote.link,
+                    credit_bytes=options.credit.share(layout),
+                    on_demand=request.on_demand and Feature.ON_DEMAND in remote.features,
                 ),
                 layout=layout,
                 codecs=options.codecs,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -41,6 +42,7 @@ from prfaas_connect.port.messages import (
     Stats,
 )
 from remote_prefill.access import Access, Client
+from remote_prefill.engine_source import EngineSource
 from remote_prefill.exports import ExportHub
 from remote_prefill.identity import handshake_of
 from remote_prefill.link_sampler import LinkSampler
@@ -282,7 +284,8 @@ class PrefillAgent:
         sender = Sender(
             machine,
             ticket=served.ticket,
-            hub=served.hub,
+            start=partial(EngineSource.start, served.hub, machine.request, machine.epoch),
+            gone=served.hub.closed,
             codec=self.codecs.negotiate(machine.request.codecs),
             executor=self._executor,
             tell=served.tell,

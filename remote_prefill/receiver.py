@@ -188,6 +188,15 @@ class Receiver:
             if self._stream is not None:
                 self._stream.cancel()
 
+    def want(self, chunks: range | None = None, layers: range | None = None) -> None:
+        """Of a session on demand: ask for these tensors (`ReceiveSession.want`)."""
+        waited = self.machine.expecting
+        if self.machine.want(chunks, layers):
+            if not waited:
+                self._phase_start_s = self._context.clock.now()
+                self._changed.set()
+            self._ack_due.set()
+
     # --- KV ---
 
     def on_frames(self, frames: Sequence[Frame]) -> None:
@@ -265,13 +274,15 @@ class Receiver:
                 raise self._error
             if machine.state is ReceiveState.COMPLETE:
                 return
-            limit_s = LAST_FRAMES_S if machine.failure is not None else self._phase_limit_s()
-            left_s = self._phase_start_s + limit_s - self._context.clock.now()
-            if left_s <= 0 or self._deadline.expired():
+            left_s = self._deadline.remaining_s()
+            if machine.expecting:
+                limit_s = LAST_FRAMES_S if machine.failure is not None else self._phase_limit_s()
+                left_s = min(left_s, self._phase_start_s + limit_s - self._context.clock.now())
+            if left_s <= 0:
                 raise machine.failure or self._timed_out()
             self._changed.clear()
             try:
-                async with asyncio.timeout(self._deadline.capped(left_s)):
+                async with asyncio.timeout(left_s):
                     await self._changed.wait()
             except TimeoutError:
                 continue

@@ -1,7 +1,8 @@
 """Both ends of a session under any order of events: Hypothesis looks for one that breaks a promise.
 
 Settled means that nothing is in flight; success, that every frame was verified and is in place; a
-session completes once; staging is held until the last decode; credit is never exceeded.
+session completes once; staging is held until the last decode; credit is never exceeded; only what
+was lost or broken is sent again. Push and pull are two orders of the same promises.
 """
 
 from __future__ import annotations
@@ -40,15 +41,17 @@ class SessionMachine(RuleBasedStateMachine):
     layout = LAYOUT
 
     @initialize(
-        credit=st.sampled_from([0, 700, 1 << 20]), calm=st.sampled_from([True, True, False])
+        credit=st.sampled_from([0, 700, 1 << 20]),
+        calm=st.sampled_from([True, True, False]),
+        on_demand=st.booleans(),
     )
-    def start(self, credit: int, calm: bool) -> None:
+    def start(self, credit: int, calm: bool, on_demand: bool) -> None:
         """`calm`: nobody ends the session, so it has to complete."""
         self.calm = calm
         request = SessionOpen(
             transfer_id="t", model="m", tokens=bytes(4 * TOKENS), send_from=0, salt="",
             use_cache=True, quality="exact", codecs=("raw",), deadline_s=9, lease_s=9,
-            engine_epoch="e", link=b"l", credit_bytes=credit,
+            engine_epoch="e", link=b"l", credit_bytes=credit, on_demand=on_demand,
         )  # fmt: skip
         layout = self.layout
         common = {"session": 7, "epoch": 1, "request": request, "layout": layout}
@@ -71,6 +74,9 @@ class SessionMachine(RuleBasedStateMachine):
             for e in layout.extents(0, TOKENS, GRID)
         ]
         self.granted = credit
+        self.gone_bytes = 0
+        self.resumes = 0
+        self.asked: set[tuple[int, int]] = set()
         self.told: dict[int, Frame] = {}
         self.completions = 0
         self.errors: list[PrfaasError] = []
@@ -135,8 +141,10 @@ class SessionMachine(RuleBasedStateMachine):
     def break_lane(self, data: st.DataObject, arrived: int) -> None:
         """What has not arrived by then is gone."""
         lane = data.draw(st.sampled_from(sorted(self.lanes)))
-        for frames in self.lanes.pop(lane)[:arrived]:
+        queue = self.lanes.pop(lane)
+        for frames in queue[:arrived]:
             self.arrive(frames)
+        self.gone_bytes += sum(frame.wire_bytes for frames in queue[arrived:] for frame in frames)
 
     @precondition(lambda self: any(self.lanes.values()))
     @rule(data=st.data(), twice=st.booleans())
@@ -176,6 +184,7 @@ class SessionMachine(RuleBasedStateMachine):
         before = self.d.state
         try:
             if flipped == 0:
+                self.gone_bytes += arrival.frame.wire_bytes
                 self.d.broken(arrival, CorruptKv("flipped"))
                 return
             place = self.sink.in_place(arrival.piece)
@@ -185,6 +194,20 @@ class SessionMachine(RuleBasedStateMachine):
         except PrfaasError as exc:
             self.errors.append(exc)
         self.count(before)
+
+    @precondition(lambda self: self.d.request.on_demand)
+    @rule(chunk=st.integers(0, 2), layer=st.integers(0, 3))
+    def want(self, chunk: int, layer: int) -> None:
+        """Layer 3: all."""
+        layers = range(layer, layer + 1) if layer < 3 else range(3)
+        self.d.want(range(chunk, chunk + 1), layers)
+        self.asked |= {(chunk, number) for number in layers}
+
+    @precondition(lambda self: not self.calm)
+    @rule()
+    def times_out(self) -> None:
+        """D has waited long enough."""
+        self.d.fail()
 
     @precondition(lambda self: self.connected and self.resumed)
     @rule(credit=st.sampled_from([0, 600, 1500, 1 << 20]))
@@ -226,6 +249,7 @@ class SessionMachine(RuleBasedStateMachine):
     @rule()
     def resume(self) -> None:
         self.connected = True
+        self.resumes += 1
         (frame,) = parse_all(self.d.resume(sorted(self.lanes), self.opened).serialize())
         self.p.receive(frame)
         self.down.extend(self.told.values())
@@ -240,6 +264,18 @@ class SessionMachine(RuleBasedStateMachine):
     @invariant()
     def retention_is_never_more_than_was_reserved(self) -> None:
         assert 0 <= self.p.retained_bytes <= self.layout.session_bytes(0, TOKENS)
+
+    @invariant()
+    def only_what_was_lost_or_broken_is_sent_again(self) -> None:
+        """RESUME says again what came broken: it does not know what P has heard of that."""
+        assert self.p.resent_bytes <= self.gone_bytes * (1 + self.resumes)
+
+    @invariant()
+    def on_demand_nothing_comes_that_nobody_asked_for(self) -> None:
+        if self.d.request.on_demand:
+            under_way = [f for queue in self.lanes.values() for frames in queue for f in frames]
+            came = [arrival.frame for arrival in self.decoding]
+            assert {(f.chunk, f.layer_start) for f in (*under_way, *came)} <= self.asked
 
     @invariant()
     def settled_means_nothing_in_flight(self) -> None:
@@ -283,6 +319,8 @@ class SessionMachine(RuleBasedStateMachine):
         self.connected = True
         while len(self.lanes) < LANES:
             self.open_lane()
+        self.asked |= {(chunk, layer) for chunk in range(3) for layer in range(3)}
+        self.d.want()
         self.export(len(self.left))
         if self.p.state is SendState.PREFILLING:
             self.seal()

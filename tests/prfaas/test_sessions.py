@@ -468,6 +468,7 @@ def test_a_seal_that_disagrees_is_corrupt(change: dict[str, object], says: str) 
     with pytest.raises(CorruptKv, match=says):
         pair.deliver(replace(frame, payload=convert.seal_to_bytes(seal)))
     assert pair.receive.state is ReceiveState.FAILED
+    assert pair.receive.ledger.watermark == 0  # nobody knows which part is wrong
 
 
 def test_other_bytes_under_the_right_crc_are_found_at_the_seal() -> None:
