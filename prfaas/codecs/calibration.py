@@ -126,7 +126,8 @@ class Calibration:
     def load(cls, path: Path) -> Calibration:
         """Read and check a file. Raises ConfigError that names it."""
         try:
-            with np.load(path, allow_pickle=False) as file:
+            # From memory: of a broken file numpy would leave the handle open.
+            with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files}
             header = msgspec.json.decode(arrays.pop("header").tobytes(), type=Header)
             basis = tuple(

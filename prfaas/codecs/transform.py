@@ -10,6 +10,7 @@ the error where it matters least, and entropy coding spends bits only where they
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -29,6 +30,7 @@ DEAD = 0.46
 than it costs error."""
 _KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
 _MOST_VALUES = 1 << 26
+_MOST_TURNS = 16
 _NO_TURNS = np.zeros(0, dtype=np.float32)
 
 
@@ -47,6 +49,7 @@ class BasisStore:
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
         self._made: dict[tuple[int, int], Basis] = {}
+        self._turns: OrderedDict[tuple[int, int], Floats] = OrderedDict()
         self._lock = threading.Lock()
 
     def basis(self, span: int, part: int) -> Basis:
@@ -56,6 +59,29 @@ class BasisStore:
             if found is None:
                 found = self._made[span, part] = self._make(span, part)
             return found
+
+    def turns(self, start: int, end: int) -> Floats:
+        """Cosines and sines of positions [start, end), [tokens, head_dim]; empty without rope.
+
+        Those used last are kept: all layers of a chunk have the same.
+        """
+        inv_freq = self.calibration.inv_freq
+        if not inv_freq.size:
+            return _NO_TURNS
+        with self._lock:
+            found = self._turns.get((start, end))
+            if found is not None:
+                self._turns.move_to_end((start, end))
+                return found
+        # As engines do: the product in single precision, whatever its rounding.
+        angles = np.arange(start, end, dtype=np.float32)[:, None] * inv_freq
+        angles64 = angles.astype(np.float64)
+        made = np.concatenate((np.cos(angles64), np.sin(angles64)), axis=1).astype(np.float32)
+        with self._lock:
+            self._turns[start, end] = made
+            while len(self._turns) > _MOST_TURNS:
+                self._turns.popitem(last=False)
+        return made
 
     def _make(self, span: int, part: int) -> Basis:
         low, high = self.calibration.header.spans[span]
@@ -197,15 +223,8 @@ class TransformCodec:
         return rest
 
     def _turns(self, shape: Tile) -> Floats:
-        """Cosines and sines of the tile's tokens but the sinks, [tokens, head_dim]."""
-        inv_freq = self._store.calibration.inv_freq
-        if not inv_freq.size:
-            return _NO_TURNS
-        positions = np.arange(shape.token_start + shape.sinks, shape.token_end, dtype=np.float64)
-        # As engines do: the product in single precision, whatever its rounding.
-        angles = positions.astype(np.float32)[:, None] * inv_freq
-        angles = angles.astype(np.float64)
-        return np.concatenate((np.cos(angles), np.sin(angles)), axis=1).astype(np.float32)
+        """Of the tile's tokens but the sinks."""
+        return self._store.turns(shape.token_start + shape.sinks, shape.token_end)
 
 
 class NearChannels(TransformCodec):

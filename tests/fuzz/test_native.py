@@ -1,0 +1,37 @@
+"""The codecs' C files under the address and undefined behaviour sanitizers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ROOT / "prfaas" / "codecs" / "csrc"
+FLAGS = ["-O1", "-g", "-std=gnu11", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+         "-Wall", "-Wextra"]  # fmt: skip
+ROUNDS = 1500
+
+
+def test_nothing_is_read_or_written_outside_whatever_comes(tmp_path: Path) -> None:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    files = [str(p) for p in SOURCES.glob("*.c") if p.name != "module.c"]
+    program = tmp_path / "fuzz"
+    driver = str(Path(__file__).with_name("codecs_fuzz.c"))
+    command = [compiler, *FLAGS, f"-I{SOURCES}", driver, *files, "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    if "cannot find" in built.stderr and "san" in built.stderr:
+        pytest.skip("the compiler has no sanitizers")
+    assert built.returncode == 0, built.stderr
+    assert "warning" not in built.stderr
+    seed = os.environ.get("PRFAAS_FUZZ_SEED", "1")
+    done = subprocess.run(
+        [str(program), seed, str(ROUNDS)], capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, f"seed {seed}: {done.stdout}{done.stderr}"
+    assert done.stdout == "ok\n"
