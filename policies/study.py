@@ -311,7 +311,7 @@ def _try(problem: Problem, trial: Trial) -> float:
             parameters[name] = trial.suggest_int(name, int(span.low), int(span.high), log=span.log)
         else:
             parameters[name] = trial.suggest_float(name, span.low, span.high, log=span.log)
-    order = problem.scenario.queue_order.name
+    order: str = problem.scenario.queue_order.name
     if problem.spec.tune_order:
         order = str(trial.suggest_categorical("queue_order", ["fcfs", "srpt", "slack"]))
     try:

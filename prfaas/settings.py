@@ -113,7 +113,7 @@ class PolicySettings(Section):
         0.05, ge=0, description="Remote must be faster than local by this share to be chosen."
     )
     length_price_s: float = Field(
-        3.3,
+        5.0,
         ge=0,
         description="Policy `priced`: seconds of TTFT that a prompt e times as long as the solved "
         "threshold may cost to leave, and one a factor of e shorter must gain; 0: lengths have "
