@@ -126,3 +126,23 @@ def test_a_claim_alone_does_not_make_a_chunk_whole() -> None:
     ledger.claim(pieces[2])
     assert ledger.watermark == 0
     assert ledger.describe_missing() == "chunk 0 group 0 layer 2"
+
+
+def test_a_tensor_is_held_once_all_its_pieces_are_committed() -> None:
+    ledger = Ledger(LAYOUT, 0, 8, 8)
+    first, second = (Piece(0, 1, 0, 0, 8, heads, heads + 2) for heads in (0, 2))
+    assert not ledger.holds(0, 1, 0)
+    fill(ledger, [first])
+    assert ledger.claim(second)
+    assert not ledger.holds(0, 1, 0)
+    ledger.commit(second, b"", ledger.piece_bytes(second))
+    assert ledger.holds(0, 1, 0)
+    assert not ledger.holds(0, 0, 0)
+
+
+def test_nothing_of_what_is_distrusted_counts() -> None:
+    ledger = Ledger(LAYOUT, 3, 16, 8)
+    fill(ledger, split_pieces(LAYOUT, 3, 16, 8, random.Random(0)))
+    assert (ledger.watermark, ledger.resumable) == (16, 16)
+    ledger.distrust()
+    assert (ledger.watermark, ledger.resumable, ledger.whole) == (3, 3, False)

@@ -31,7 +31,7 @@ from prfaas.testing.simnet_world import (
 
 ROOT = Path(__file__).parents[3]
 FAST_SEEDS = 200
-SLOW_SEEDS = 5000
+SLOW_SEEDS = 2000
 ONE = Scenario((Transfer(0.0, 24),))
 
 
