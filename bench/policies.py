@@ -252,7 +252,8 @@ class Bench:
 
 
 def azure(report: Report, quick: bool) -> None:
-    """Ours over local only on traces of short prompts, at their own rate and at three times it."""
+    """Ours over local only on traces of short prompts, at a quarter of their rate and at it: there
+    the three nodes of D alone do not keep up."""
     scenario, profiles = load_scenario("paper")
     local = scenario.local.model_copy(update={"prefill_instances": 3})
     scenario = scenario.model_copy(update={"local": local})
@@ -263,7 +264,7 @@ def azure(report: Report, quick: bool) -> None:
             report.say(f"{path} is not there, left out")
             continue
         rows = list(open_source(path, None, scenario.workload))[: 3000 if quick else None]
-        for speed in (1.0, 3.0):
+        for speed in (0.25, 1.0):
             requests = list(scaled(rows, speed))
             ours, alone = (
                 simulate(

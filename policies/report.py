@@ -144,7 +144,9 @@ def _over_rates(curves: Sequence[Curve]) -> Figure:
         axes.set(title=title, ylabel=unit, xlabel="requests/s")
         axes.grid(alpha=0.25)
     for axes in (p50, p90, p99, slow):
-        axes.set_yscale("log")
+        # A policy that is overloaded goes off the top, or nothing else could be told apart.
+        shown = axes.lines[0].get_ydata()
+        axes.set(yscale="log", ylim=(0.5 * float(np.min(shown)), 8 * float(np.max(shown))))
     handles, labels = p50.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(curves), frameon=False)
     return figure
