@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from prfaas.clock import Clock
 from prfaas.codecs import RAW, Codec, Tile, encode
-from prfaas.errors import BY_KIND, EngineUnavailable, PrfaasError, ProtocolError, from_kind
+from prfaas.errors import EngineUnavailable, PrfaasError
 from prfaas.frames import Frame, FrameFlag, crc32c
+from prfaas.interfaces import KvRecord, KvSource
 from prfaas.layout import LayerGroup
 from prfaas.ledger import Piece, digest_of_crc, piece_digest
 from prfaas.placement import part_of
 from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import PrefillReport
-from prfaas_connect.port.messages import PrefillEnd
-from remote_prefill.exports import Export, ExportHub, RecordView
 from remote_prefill.retention import Ticket
 
 BATCH_BYTES = 1 << 20
@@ -47,14 +46,15 @@ class Encoded:
     flags: FrameFlag
 
 
-Batch = list[tuple[RecordView, tuple[Piece, ...]]]
+Batch = list[tuple[KvRecord, tuple[Piece, ...]]]
 """Records to be encoded one after another, each with the pieces it is cut into."""
 
 
 class Sender:
-    """Runs one admitted session: its turn, prefill at the engine, encoding, seal.
+    """Runs one admitted session: its turn, KV out of its source, encoding, seal.
 
-    Borrows the ticket, hub and executor; `run` leaves nothing behind however it ends.
+    Borrows the ticket and executor; `start` opens the source when it is the session's turn, `gone`
+    is set where there is none any more. `run` leaves nothing behind however it ends.
     """
 
     def __init__(
@@ -62,7 +62,8 @@ class Sender:
         session: SendSession,
         *,
         ticket: Ticket,
-        hub: ExportHub,
+        start: Callable[[], KvSource],
+        gone: asyncio.Event,
         codec: Codec,
         executor: Executor,
         tell: Callable[[Frame], None],
@@ -71,7 +72,8 @@ class Sender:
     ) -> None:
         self.session = session
         self._ticket = ticket
-        self._hub = hub
+        self._start = start
+        self._gone = gone
         self._codec = codec
         self._executor = executor
         self._tell = tell
@@ -83,27 +85,18 @@ class Sender:
         self._encoding: set[Future[list[Encoded]]] = set()
         self._encoded = asyncio.Event()
         self._error: Exception | None = None
-        self._last_layer_s = 0.0
-        self._sent_before_last_layer = 0
 
     async def run(self) -> None:
         """To the seal. Raises PrfaasError for what the other side has to be told."""
         await self._wait_for_turn()
-        request = self.session.request
-        export = self._hub.start(
-            request.tokens,
-            epoch=self.session.epoch,
-            send_from=request.send_from,
-            salt=request.salt,
-            use_cache=request.use_cache,
-        )
+        source = self._start()
         try:
-            end = await self._collect(export)
+            report = await self._collect(source)
             while self._encoding or self._waiting:
                 self._encoded.clear()
                 await self._encoded.wait()
             self._check()
-            self._tell(self.session.seal(self._report(end)))
+            self._tell(self.session.seal(report))
             self._ready()
         finally:
             for future in self._encoding:
@@ -111,11 +104,11 @@ class Sender:
             for view, _ in self._waiting:
                 view.done()
             self._waiting = []
-            export.cancel()
+            source.cancel()
 
     async def _wait_for_turn(self) -> None:
         """ACCEPT with the place in the queue, again and again, until it is 0."""
-        events = (self._ticket.granted, self._hub.closed)
+        events = (self._ticket.granted, self._gone)
         waits = [asyncio.ensure_future(event.wait()) for event in events]
         try:
             while True:
@@ -130,41 +123,36 @@ class Sender:
                     timeout=self._options.queue_heartbeat_s,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                if self._hub.closed.is_set():
+                if self._gone.is_set():
                     raise EngineUnavailable("the prefill engine has disconnected")
         finally:
             for wait in waits:
                 wait.cancel()
 
-    async def _collect(self, export: Export) -> PrefillEnd:
-        """Take the engine's records as they come."""
-        records = 0
+    async def _collect(self, source: KvSource) -> PrefillReport:
+        """Take the source's records as they come."""
+        last_layer_s, sent_before = 0.0, 0
         while True:
-            event = await export.next()
-            if isinstance(event, PrefillEnd):
-                if event.status != "done":
-                    raise _engine_error(event)
-                if event.records != records:
-                    raise ProtocolError(
-                        f"the engine counts {event.records} records, {records} came"
-                    )
-                return event
-            records += 1
-            self._last_layer_s = self._options.clock.now()
-            self._sent_before_last_layer = self.session.handed_bytes
+            event = await source.next()
+            if isinstance(event, PrefillReport):
+                return replace(
+                    event, last_layer_s=last_layer_s, wire_bytes_before_last_layer=sent_before
+                )
+            last_layer_s = self._options.clock.now()
+            sent_before = self.session.handed_bytes
             self._encode(event)
             self._check()
 
-    def _encode(self, view: RecordView) -> None:
+    def _encode(self, view: KvRecord) -> None:
         """Have a record encoded, cut to what one message should hold."""
         piece = view.piece
         try:
-            cuts = self.session.claim(piece, view.record.nbytes)
+            cuts = self.session.claim(piece, view.raw.nbytes)
         except PrfaasError:
             view.done()
             raise
         self._waiting.append((view, cuts))
-        self._waiting_bytes += view.record.nbytes
+        self._waiting_bytes += view.raw.nbytes
         if not self._encoding or self._waiting_bytes >= BATCH_BYTES:
             self._submit()
 
@@ -211,16 +199,6 @@ class Sender:
         if self._error is not None:
             raise PrfaasError(f"cannot encode what the engine exported: {self._error!r}")
 
-    def _report(self, end: PrefillEnd) -> PrefillReport:
-        return PrefillReport(
-            cached_tokens=end.cached_tokens,
-            computed_tokens=end.computed_tokens,
-            queue_s=end.queue_s,
-            compute_s=end.compute_s,
-            last_layer_s=self._last_layer_s,
-            wire_bytes_before_last_layer=self._sent_before_last_layer,
-        )
-
 
 def _encode_batch(codec: Codec, batch: Batch, groups: Sequence[LayerGroup]) -> list[Encoded]:
     """In a codec thread."""
@@ -229,20 +207,11 @@ def _encode_batch(codec: Codec, batch: Batch, groups: Sequence[LayerGroup]) -> l
     ]
 
 
-def _encode_cut(codec: Codec, view: RecordView, cut: Piece, group: LayerGroup) -> Encoded:
+def _encode_cut(codec: Codec, view: KvRecord, cut: Piece, group: LayerGroup) -> Encoded:
     """The part `cut` out of a record."""
     rows = part_of(view.raw, view.piece, cut, keeps_state=group.keeps_state)
     codec_id, payload = encode(codec, rows, Tile.of_piece(group, cut))
     crc = crc32c(payload)
     digest = digest_of_crc(crc) if codec_id == RAW.id else piece_digest(rows)
-    flags = FrameFlag.CACHED if view.record.cached else FrameFlag.NONE
+    flags = FrameFlag.CACHED if view.cached else FrameFlag.NONE
     return Encoded(cut, rows.nbytes, digest, codec_id, payload, crc, flags)
-
-
-def _engine_error(end: PrefillEnd) -> PrfaasError:
-    """Why the engine did not finish: its reason where that is one of our kinds."""
-    message = f"the prefill engine ended the session: {end.status} {end.reason}".rstrip()
-    kind = end.reason.partition(":")[0]
-    if kind in BY_KIND:
-        return from_kind(kind, message)
-    return EngineUnavailable(message)
