@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from prfaas.settings import PolicySettings
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
+    from optuna.storages.journal import JournalFileOpenLock
     from optuna.study import Study
     from optuna.trial import FrozenTrial, Trial
 
@@ -234,7 +236,9 @@ def run_trials(problem: Problem, study: Study, trials: int, worker: int) -> None
     study.sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True)
 
     def stop(study: Study, trial: FrozenTrial) -> None:
-        if finished(study) >= trials:
+        parent = multiprocessing.parent_process()
+        orphaned = parent is not None and not parent.is_alive()
+        if finished(study) >= trials or orphaned:
             study.stop()
 
     if finished(study) < trials:
@@ -343,7 +347,33 @@ def _storage(spec: str) -> BaseStorage | str:
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
 
-    return JournalStorage(JournalFileBackend(spec))
+    return JournalStorage(JournalFileBackend(spec, lock_obj=_lock(spec)))
+
+
+def _lock(path: str) -> JournalFileOpenLock:
+    """A lock of the kernel's, which ends with the process that holds it; Optuna's own outlives a
+    kill by half a minute."""
+    import fcntl
+
+    from optuna.storages.journal import JournalFileOpenLock
+
+    class KernelLock(JournalFileOpenLock):
+        """Owns a descriptor while it is held."""
+
+        def __init__(self) -> None:
+            super().__init__(path)
+            self._descriptor = -1
+
+        def acquire(self) -> bool:
+            descriptor = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._descriptor = descriptor
+            return True
+
+        def release(self) -> None:
+            os.close(self._descriptor)
+
+    return KernelLock()
 
 
 def _optuna() -> Any:

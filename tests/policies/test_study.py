@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +81,40 @@ def test_a_killed_study_goes_on_and_does_not_count_what_was_half_done(tmp_path: 
 def test_several_processes_work_on_one_study(tmp_path: Path) -> None:
     tuned = tune(spec(tmp_path), str(tmp_path / "s.journal"), 6, 2)
     assert 6 <= tuned.trials <= 7
+
+
+def test_a_killed_command_leaves_no_worker_behind_and_goes_on(tmp_path: Path) -> None:
+    storage = str(tmp_path / "s.journal")
+    command = [
+        sys.executable, "-m", "prfaas", "tune", scenario_file(tmp_path), "--goal", "ttft",
+        "--jobs", "2", "--trials", "100000", "--storage", storage, "--study", "a",
+    ]  # fmt: skip
+    running = subprocess.Popen(command, start_new_session=True)
+    try:
+        wanted = spec(tmp_path, policy="priced")
+        for _ in range(600):
+            time.sleep(0.1)
+            if Path(storage).exists() and finished(open_study(wanted, storage, "a")) >= 4:
+                break
+    finally:
+        running.kill()
+        running.wait()
+    for _ in range(300):
+        if not group_is_there(running.pid):
+            break
+        time.sleep(0.1)
+    assert not group_is_there(running.pid)
+    done = finished(open_study(wanted, storage, "a"))
+    assert done >= 4
+    assert tune(wanted, storage, done + 1, 1, name="a").trials == done + 1
+
+
+def group_is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_the_defaults_are_tried_first(tmp_path: Path) -> None:
