@@ -24,6 +24,7 @@ NEEDED = {
     "grpc": "grpcio",
     "grpc_health": "grpcio-health-checking",
     "grpc_reflection": "grpcio-reflection",
+    "httptools": "httptools",
     "idna": "idna",
     "jinja2": "jinja2",
     "markdown_it": "markdown-it-py",
