@@ -19,7 +19,7 @@ import pytest
 
 T = TypeVar("T")
 
-_GRACE_S = 1.0
+_GRACE_S = 10.0
 """How long what a test closed may take to be gone: exits and cancelled tasks are not instant."""
 
 

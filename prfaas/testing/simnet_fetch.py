@@ -25,7 +25,7 @@ ACK_S = 1.0
 ACK_BUSY_S = 0.05
 RESUME_FIRST_S = 0.05
 LAST_FRAMES_S = 1.0
-CODECS = default_codecs()
+CODECS = default_codecs().only(("planes-zstd", "raw"))  # those that every machine has
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ def while_sealed_kv_arrives(stack: RunningStack, asker: Asker) -> Iterator[Calle
 def while_kv_is_staged(stack: RunningStack, asker: Asker) -> Iterator[Caller]:
     """All KV lies in staging for D's engine, which has not taken it yet."""
     with start(stack, TOKENS, "staged") as caller:
-        asker.wait_moving(150_000)
+        asker.wait_moving(60_000)  # what had come before one could look does not count
         with stopped(stack, "d-engine"):
             wait_until(
                 lambda: not stack.metrics("p-agent")[P_SESSIONS], 10, "everything to be at D"
