@@ -345,7 +345,7 @@ class AgentSettings(Section):
     )
     codec_threads: int = Field(1, ge=1, description="Threads that decode.")
     codecs: tuple[Literal["exponent", "planes-zstd", "raw"], ...] = Field(
-        ("exponent", "planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
+        ("planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
     )
     window_bytes: int = Field(
         64 << 20,
@@ -383,7 +383,7 @@ class PrefillSettings(Section):
     )
     codec_threads: int = Field(1, ge=1, description="Threads that encode.")
     codecs: tuple[Literal["exponent", "planes-zstd", "raw"], ...] = Field(
-        ("exponent", "planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
+        ("planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
     )
     congestion: str = Field(
         "bbr",

@@ -37,7 +37,7 @@ from remote_prefill.link_meter import LinkMeter
 from remote_prefill.streams import ClientStream, stream_error
 
 ACK_S = 1.0
-ACK_BUSY_S = 0.1
+ACK_BUSY_S = 0.05
 """After bytes were verified, the sender hears of it within this."""
 ACK_CREDIT_SHARE = 0.125
 """Earlier where so much of the credit is verified."""
