@@ -105,7 +105,7 @@ def test_one_lane_that_is_cut_costs_only_what_was_on_it(slow: RunningStack) -> N
         wait_until(
             lambda: (
                 slow.metrics("d-agent")[counters["lanes_opened"]]
-                == before[counters["lanes_opened"]] + 1
+                >= before[counters["lanes_opened"]] + 1
             ),
             5,
             "the lane to come back",
