@@ -28,7 +28,7 @@ BUDGET_TOKENS = 4 * TOKENS
 LIMITS = {
     "connect_timeout_s": 1.0,
     "first_frame_timeout_s": FIRST_FRAME_S,
-    "progress_timeout_s": 4.0PROGRESS_S,
+    "progress_timeout_s": PROGRESS_S,
     "control_timeout_s": 1.0,
     "lease_s": LEASE_S,
     "drain_timeout_s": 6.0,
