@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import grpc
 import grpc.aio
 
+from prfaas.clock import Clock
 from prfaas.errors import PeerUnavailable, PrfaasError, ProtocolError
 from prfaas.frames import Frame, FrameType, parse_all
 from prfaas.rpc import convert
@@ -23,6 +24,10 @@ log = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0
+SILENT_S = 0.2
+"""A lane that has brought nothing for so long, while something is to come, is looked after."""
+POKES = 5
+"""So often in one silence; after that it is gRPC's keepalive that finds out."""
 DRAIN_S = 10.0
 """A lane that is closed in order may take so long for the message under way."""
 
@@ -60,6 +65,54 @@ class LaneEvents:
     opened: Callable[[], None]
 
 
+class _Lane:
+    """One stream of a LaneSet; its owner calls `close`."""
+
+    def __init__(self, number: int, stream: ClientStream, now_s: float) -> None:
+        self.number = number
+        self.stream = stream
+        self.attached = False
+        self.greeting = b""
+        """The ATTACH frame of this lane."""
+        self._heard_s = now_s
+        self._pokes = 0
+        """Since something came."""
+        self._writing: asyncio.Future[None] | None = None
+
+    def heard(self, now_s: float) -> None:
+        self._heard_s = now_s
+        self._pokes = 0
+
+    def poke(self, now_s: float, silent_s: float) -> None:
+        """Say ATTACH again where nothing has come for so long, twice as long each time."""
+        due_s = self._heard_s + silent_s * (2**self._pokes)
+        if now_s < due_s or self._pokes == POKES or self._is_writing:
+            return
+        self._pokes += 1
+        self._writing = asyncio.ensure_future(self._say(self.greeting))
+
+    async def finish(self) -> None:
+        """Have the other side close once it has sent what it is sending."""
+        if self._writing is not None:
+            await asyncio.wait({self._writing})
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await self.stream.done_writing()
+
+    async def close(self) -> None:
+        self.stream.cancel()
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    @property
+    def _is_writing(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    async def _say(self, data: bytes) -> None:
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await self.stream.write(data)
+
+
 class LaneSet:
     """Owns one lane on each of some channels, and opens it again when it breaks.
 
@@ -74,6 +127,7 @@ class LaneSet:
         book: LaneBook,
         events: LaneEvents,
         connect_timeout_s: float,
+        clock: Clock,
     ) -> None:
         self.token = token
         self._name = name
@@ -83,7 +137,8 @@ class LaneSet:
         self._random = random.Random()
         self._up = asyncio.Event()
         self._closing = False
-        self._streams: dict[int, ClientStream] = {}
+        self._clock = clock
+        self._lanes: dict[int, _Lane] = {}
         self._tasks = [
             asyncio.create_task(self._keep(channel), name=f"lane {name}") for channel in channels
         ]
@@ -99,9 +154,8 @@ class LaneSet:
     async def drain(self) -> None:
         """Take what is under way and open nothing more."""
         self._closing = True
-        for stream in self._streams.values():
-            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-                await stream.done_writing()
+        for lane in list(self._lanes.values()):
+            await lane.finish()
         await asyncio.wait(self._tasks, timeout=DRAIN_S)
         await self.close()
 
@@ -111,50 +165,59 @@ class LaneSet:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
+    def poke(self, silent_s: float = 0.0) -> None:
+        """Say something on every lane that has been silent for so long, longer each time.
+
+        What is written on a connection that is gone comes back as an error, and ends the lane. Only
+        that does where gRPC has read the last bytes and the reset with one event: it waits for
+        another, until its keepalive.
+        """
+        for lane in self._lanes.values():
+            lane.poke(self._clock.now(), silent_s)
+
     async def _keep(self, channel: grpc.aio.Channel) -> None:
         pause_s = RETRY_FIRST_S
         while not self._closing:
+            lane = _Lane(self._book.begin(), channel.stream_stream(DATA)(), self._clock.now())
             try:
-                if await self._run(channel):
-                    pause_s = RETRY_FIRST_S
+                await self._run(lane)
             except PrfaasError as exc:
                 log.info("lane of %s ended kind=%s: %s", self._name, exc.kind, exc.message)
             except Exception:
                 log.exception("lane of %s", self._name)
-            if not self._closing:
-                await asyncio.sleep(pause_s * self._random.uniform(0.5, 1.0))
-                pause_s = min(pause_s * 2, RETRY_MOST_S)
+            if self._closing:
+                return
+            pause_s = RETRY_FIRST_S if lane.attached else min(pause_s * 2, RETRY_MOST_S)
+            await asyncio.sleep(pause_s * self._random.uniform(0.5, 1.0))
 
-    async def _run(self, channel: grpc.aio.Channel) -> bool:
-        """One lane to its end; whether it was attached. Raises PrfaasError."""
-        number = self._book.begin()
-        stream: ClientStream = channel.stream_stream(DATA)()
-        attached = False
+    async def _run(self, lane: _Lane) -> None:
+        """One lane to its end. Raises PrfaasError."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                await self._attach(stream, number)
-            attached = True
-            self._streams[number] = stream
+                await self._attach(lane)
+            lane.attached = True
+            self._lanes[lane.number] = lane
             self._up.set()
             self._events.opened()
-            while isinstance(data := await stream.read(), bytes):
+            while isinstance(data := await lane.stream.read(), bytes):
+                lane.heard(self._clock.now())
                 self._events.frames(_kv_frames(data), len(data))
-            return True
         except TimeoutError:
             raise PeerUnavailable(f"{self._name}: a lane was not attached in time") from None
         except grpc.RpcError as exc:
             raise stream_error(exc, peer=self._name, phase="lane") from exc
         finally:
-            stream.cancel()
-            self._streams.pop(number, None)
-            self._book.end(number)
-            if attached:
+            await lane.close()
+            self._lanes.pop(lane.number, None)
+            self._book.end(lane.number)
+            if lane.attached:
                 self._events.lost()
 
-    async def _attach(self, stream: ClientStream, number: int) -> None:
-        payload = convert.attach_to_bytes(LaneAttach(self.token, number))
-        await stream.write(Frame(FrameType.ATTACH, 0, payload=payload).serialize())
-        data = await stream.read()
+    async def _attach(self, lane: _Lane) -> None:
+        payload = convert.attach_to_bytes(LaneAttach(self.token, lane.number))
+        lane.greeting = Frame(FrameType.ATTACH, 0, payload=payload).serialize()
+        await lane.stream.write(lane.greeting)
+        data = await lane.stream.read()
         if not isinstance(data, bytes):
             raise PeerUnavailable(f"{self._name}: a lane was not attached")
         for frame in parse_all(data):

@@ -163,7 +163,13 @@ class PeerChannels:
             self.book,
             self._events,
             self._limits.connect_timeout_s,
+            self._clock,
         )
+
+    def poke(self, silent_s: float = 0.0) -> None:
+        """Find out which lanes are gone (`LaneSet.poke`)."""
+        if self._set.lanes is not None:
+            self._set.lanes.poke(silent_s)
 
     async def close(self) -> None:
         for task in self._retiring:

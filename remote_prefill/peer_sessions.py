@@ -16,6 +16,7 @@ from prfaas.interfaces import KvSink
 from prfaas.layout import KvLayout
 from prfaas.receive_session import ReceiveSession, ReceiveState
 from prfaas.session_messages import Feature, Handshake, SessionOpen
+from remote_prefill.lanes import SILENT_S
 from remote_prefill.link_meter import LinkMeter
 from remote_prefill.link_options import LinkOptions
 from remote_prefill.peer_channels import PeerChannels
@@ -131,6 +132,8 @@ class PeerSessions:
     def look(self, backlog: bool) -> None:
         """Let the meter take note of how things stand; `backlog`: messages wait for a thread."""
         machines = [receiver.machine for receiver in self._receivers.values()]
+        if any(machine.expecting for machine in machines):
+            self._channels.poke(SILENT_S)
         self._meter.look(
             sessions=len(machines),
             draining=any(m.state is ReceiveState.SEALED and m.expecting for m in machines),
@@ -139,6 +142,7 @@ class PeerSessions:
         )
 
     def on_lane_lost(self) -> None:
+        self._channels.poke()  # what has cut one may have cut others
         for receiver in self._receivers.values():
             receiver.lane_lost()
 
@@ -156,6 +160,7 @@ class PeerSessions:
             credit=options.credit,
             free_staging=options.free_staging,
             open_stream=self._channels.session_stream,
+            broke=self._channels.poke,
         )
 
     async def _farewell(self, receiver: Receiver) -> None:

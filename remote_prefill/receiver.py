@@ -37,7 +37,7 @@ from remote_prefill.link_meter import LinkMeter
 from remote_prefill.streams import ClientStream, stream_error
 
 ACK_S = 1.0
-ACK_BUSY_S = 0.05
+ACK_BUSY_S = 0.1
 """After bytes were verified, the sender hears of it within this."""
 ACK_CREDIT_SHARE = 0.125
 """Earlier where so much of the credit is verified."""
@@ -94,6 +94,8 @@ class ReceiverContext:
     free_staging: Callable[[], int]
     open_stream: Callable[[], ClientStream]
     """A control stream; its `cancel` is called in the end."""
+    broke: Callable[[], None]
+    """Called when a control stream has broken: lanes may have too."""
 
 
 class Receiver:
@@ -327,6 +329,7 @@ class Receiver:
                 if not broke or tries > RESUME_TRIES:
                     self._failed(exc)
                     return
+            context.broke()
             pause_s = RESUME_FIRST_S * 2 ** (tries - 1)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
             self.resumes += 1

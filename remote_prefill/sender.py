@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
-
-import numpy as np
-import numpy.typing as npt
 
 from prfaas.clock import Clock
 from prfaas.codecs import RAW, Codec, Tile, encode
@@ -21,6 +18,9 @@ from prfaas.placement import part_of
 from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import PrefillReport
 from remote_prefill.retention import Ticket
+
+BATCH_BYTES = 1 << 20
+"""As many raw bytes are encoded in one go where so many wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,11 @@ class Encoded:
     codec: int
     payload: bytes
     payload_crc: int
+    flags: FrameFlag
+
+
+Batch = list[tuple[KvRecord, tuple[Piece, ...]]]
+"""Records to be encoded one after another, each with the pieces it is cut into."""
 
 
 class Sender:
@@ -74,7 +79,10 @@ class Sender:
         self._tell = tell
         self._ready = ready
         self._options = options
-        self._encoding: set[Future[Encoded]] = set()
+        self._waiting: Batch = []
+        """To be encoded, and not yet given to a codec thread."""
+        self._waiting_bytes = 0
+        self._encoding: set[Future[list[Encoded]]] = set()
         self._encoded = asyncio.Event()
         self._error: Exception | None = None
 
@@ -84,7 +92,7 @@ class Sender:
         source = self._start()
         try:
             report = await self._collect(source)
-            while self._encoding:
+            while self._encoding or self._waiting:
                 self._encoded.clear()
                 await self._encoded.wait()
             self._check()
@@ -93,6 +101,9 @@ class Sender:
         finally:
             for future in self._encoding:
                 future.cancel()
+            for view, _ in self._waiting:
+                view.done()
+            self._waiting = []
             source.cancel()
 
     async def _wait_for_turn(self) -> None:
@@ -123,7 +134,6 @@ class Sender:
         last_layer_s, sent_before = 0.0, 0
         while True:
             event = await source.next()
-            self._check()
             if isinstance(event, PrefillReport):
                 return replace(
                     event, last_layer_s=last_layer_s, wire_bytes_before_last_layer=sent_before
@@ -131,51 +141,56 @@ class Sender:
             last_layer_s = self._options.clock.now()
             sent_before = self.session.handed_bytes
             self._encode(event)
+            self._check()
 
     def _encode(self, view: KvRecord) -> None:
-        """Start encoding a record, cut to what one message should hold."""
+        """Have a record encoded, cut to what one message should hold."""
         piece = view.piece
         try:
             cuts = self.session.claim(piece, view.raw.nbytes)
         except PrfaasError:
             view.done()
             raise
+        self._waiting.append((view, cuts))
+        self._waiting_bytes += view.raw.nbytes
+        if not self._encoding or self._waiting_bytes >= BATCH_BYTES:
+            self._submit()
+
+    def _submit(self) -> None:
+        """Give what waits to a codec thread: alone it goes at once, under load as much as makes a
+        message, for each hand-over between threads costs as much as encoding a small record.
+        """
+        batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        groups = self.session.ledger.layout.groups
         loop = asyncio.get_running_loop()
-        group = self.session.ledger.layout.groups[piece.group]
-        flags = FrameFlag.CACHED if view.cached else FrameFlag.NONE
-        left = len(cuts)
+        future = self._executor.submit(_encode_batch, self._codec, batch, groups)
+        self._encoding.add(future)
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._put, done, batch))
 
-        def encoded(future: Future[Encoded]) -> None:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                view.done()
-            self._encoding.discard(future)
-            self._encoded.set()
-            self._put(future, flags)
-
-        for cut in cuts:
-            future = self._executor.submit(_encode_cut, self._codec, view.raw, piece, cut, group)
-            self._encoding.add(future)
-            future.add_done_callback(lambda f: loop.call_soon_threadsafe(encoded, f))
-
-    def _put(self, future: Future[Encoded], flags: FrameFlag) -> None:
+    def _put(self, future: Future[list[Encoded]], batch: Batch) -> None:
+        # The last one first: a ring is freed in order, so all of them come back in one message.
+        for view, _ in reversed(batch):
+            view.done()
+        self._encoding.discard(future)
+        self._encoded.set()
+        if self._waiting and not self._encoding:
+            self._submit()
         if future.cancelled() or self.session.state is not SendState.PREFILLING:
             return
         error = future.exception()
         if isinstance(error, Exception):
             self._error = self._error or error
             return
-        each = future.result()
-        self.session.put(
-            each.piece,
-            raw_bytes=each.raw_bytes,
-            digest=each.digest,
-            codec=each.codec,
-            payload=each.payload,
-            payload_crc=each.payload_crc,
-            flags=flags,
-        )
+        for each in future.result():
+            self.session.put(
+                each.piece,
+                raw_bytes=each.raw_bytes,
+                digest=each.digest,
+                codec=each.codec,
+                payload=each.payload,
+                payload_crc=each.payload_crc,
+                flags=each.flags,
+            )
         self._ready()
 
     def _check(self) -> None:
@@ -185,12 +200,18 @@ class Sender:
             raise PrfaasError(f"cannot encode what the engine exported: {self._error!r}")
 
 
-def _encode_cut(
-    codec: Codec, raw: npt.NDArray[np.uint8], piece: Piece, cut: Piece, group: LayerGroup
-) -> Encoded:
-    """In a codec thread: the part `cut` out of the record `piece`."""
-    rows = part_of(raw, piece, cut, keeps_state=group.keeps_state)
+def _encode_batch(codec: Codec, batch: Batch, groups: Sequence[LayerGroup]) -> list[Encoded]:
+    """In a codec thread."""
+    return [
+        _encode_cut(codec, view, cut, groups[cut.group]) for view, cuts in batch for cut in cuts
+    ]
+
+
+def _encode_cut(codec: Codec, view: KvRecord, cut: Piece, group: LayerGroup) -> Encoded:
+    """The part `cut` out of a record."""
+    rows = part_of(view.raw, view.piece, cut, keeps_state=group.keeps_state)
     codec_id, payload = encode(codec, rows, Tile.of_piece(group, cut))
     crc = crc32c(payload)
     digest = digest_of_crc(crc) if codec_id == RAW.id else piece_digest(rows)
-    return Encoded(cut, rows.nbytes, digest, codec_id, payload, crc)
+    flags = FrameFlag.CACHED if view.cached else FrameFlag.NONE
+    return Encoded(cut, rows.nbytes, digest, codec_id, payload, crc, flags)

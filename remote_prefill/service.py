@@ -200,8 +200,11 @@ async def _first_frame(stream: ServerStream, *expected: FrameType) -> Frame:
 
 
 async def _until_closed(lane: ServedLane, stream: ServerStream) -> None:
-    """The other side says nothing on a lane; when it has closed its end, so do we."""
+    """What the other side says here only shows it whether the lane is there; when it has closed its
+    end, so do we.
+    """
     try:
-        await stream.read()
+        while True:
+            await stream.read()
     finally:
         lane.close()

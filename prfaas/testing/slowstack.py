@@ -20,7 +20,7 @@ MANY_TOKENS = 3900
 when it is killed arrives all the same.
 """
 LINK = LinkShape(8e6, 0.01)
-PROGRESS_S, FIRST_FRAME_S, LEASE_S = 1.8, 2.0, 3.0
+PROGRESS_S, FIRST_FRAME_S, LEASE_S = 1.0, 2.0, 3.0
 RECOVERY_S = 15.0
 """gRPC notices a dead connection within twice its keepalive of 5 s."""
 STAGED = 'prfaas_agent_fetches_total{reason="",status="staged"}'
