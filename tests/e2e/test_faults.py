@@ -68,7 +68,9 @@ def test_whole_chunks_are_kept_when_the_transfer_breaks(slow: RunningStack, faul
 
 
 def test_a_transfer_that_is_cut_goes_on_and_little_is_sent_twice(slow: RunningStack) -> None:
-    """All connections are reset in the middle: lanes and control come back, the answer is exact."""
+    """All connections are reset in the middle, twice: lanes and control come back each time, well
+    within the progress deadline, and the answer is exact.
+    """
     prompt = make_prompt(TOKENS, "cut")
     counters = (
         'prfaas_agent_wasted_bytes_total{instance="p-0",peer="p"}',
@@ -77,14 +79,15 @@ def test_a_transfer_that_is_cut_goes_on_and_little_is_sent_twice(slow: RunningSt
     with Asker(slow) as asker:
         before = [slow.metrics("d-agent").get(name, 0.0) for name in counters]
         asking = asker.start(prompt)
-        asker.wait_moving(150_000)
-        slow.bend(lambda link: link.drop_connections())
+        for _ in range(2):
+            asker.wait_moving(150_000)
+            slow.bend(lambda link: link.drop_connections())
         outcome = asker.check(prompt, asking.result(30))["outcome"]
         assert (outcome["status"], outcome["reason"]) == ("staged", "")
         wasted, resumes = (
             slow.metrics("d-agent")[name] - old for name, old in zip(counters, before, strict=True)
         )
-        assert resumes >= 1
+        assert resumes >= 2
         assert wasted < 0.05 * outcome["wire_bytes"]
         is_recovered(slow, asker, "cut")
 
