@@ -15,8 +15,13 @@ from prfaas.errors import ConfigError
 from prfaas.layout import GroupKind, KvLayout, LayerGroup
 
 LLAMA = "llama"
+QWEN2 = "qwen2"
+"""Llama with biases on q, k and v."""
+QWEN3 = "qwen3"
+"""Llama with a norm on each head of q and k."""
 HYBRID = "prfaas_hybrid"
 """Llama layers and gated linear attention in turn; no published model has it, tests do."""
+SUPPORTED = (LLAMA, QWEN2, QWEN3)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -37,7 +42,11 @@ class RecurrentLayers:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the forward pass needs to know; sizes in elements, `max_context` in tokens."""
+    """What the forward pass needs to know; sizes in elements, `max_context` in tokens.
+
+    `attention_bias`: q, k, v and o have biases; `qkv_bias`: o has none. `qk_norm`: each head of q
+    and k is normalised before rope.
+    """
 
     architecture: str
     vocab_size: int
@@ -53,6 +62,8 @@ class ModelConfig:
     tied_embeddings: bool
     attention_bias: bool
     mlp_bias: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
     recurrent: RecurrentLayers | None = None
 
     def __post_init__(self) -> None:
@@ -68,6 +79,13 @@ class ModelConfig:
             raise ConfigError(
                 f"model config: head_dim {self.head_dim} must be even", field="head_dim"
             )
+
+    @property
+    def biased(self) -> frozenset[str]:
+        """Projections of a layer's attention that have a bias, of q, k, v and o."""
+        if self.attention_bias:
+            return frozenset("qkvo")
+        return frozenset("qkv") if self.qkv_bias else frozenset()
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -112,6 +130,8 @@ class ModelConfig:
             "mlp_bias": self.mlp_bias,
             "windows": None,
         }
+        # Named only where they are, so that a Llama's digest stays what it was.
+        fields |= {name: True for name in ("qkv_bias", "qk_norm") if getattr(self, name)}
         if self.recurrent:
             fields["recurrent"] = asdict(self.recurrent)
         text = json.dumps(fields, sort_keys=True)
@@ -151,6 +171,7 @@ class _HfConfig(msgspec.Struct):
     rope_scaling: _HfRope | None = None
     rope_parameters: _HfRope | None = None
     sliding_window: int | None = None
+    use_sliding_window: bool = False
     layer_types: list[str] | None = None
     linear_num_heads: int = 0
     linear_key_head_dim: int = 0
@@ -161,22 +182,21 @@ class _HfConfig(msgspec.Struct):
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Parse a decoded config.json. Raises ConfigError naming the field or the architecture."""
     architecture = raw.get("model_type")
-    if architecture not in (LLAMA, HYBRID):
-        raise _unsupported_architecture(architecture)
+    if architecture not in (*SUPPORTED, HYBRID):
+        raise _unsupported_architecture(architecture, SUPPORTED)
     try:
         hf = msgspec.convert(dict(raw), _HfConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"config.json: {error}", field="config.json") from error
     if hf.hidden_act != "silu":
         raise ConfigError(f"hidden_act {hf.hidden_act!r} is not supported", field="hidden_act")
-    if hf.sliding_window is not None:
-        raise ConfigError("sliding_window is not supported for llama", field="sliding_window")
+    _refuse_windows(hf, architecture)
     if hf.quantization_config is not None:
         raise ConfigError(
             "quantised safetensors are not supported; use a full-precision or a GGUF file",
             field="quantization_config",
         )
-    head_dim = hf.head_dim or hf.hidden_size // hf.num_attention_heads
+    head_dim = hf.head_dim or _default_head_dim(hf, architecture)
     return ModelConfig(
         architecture=architecture,
         vocab_size=hf.vocab_size,
@@ -190,8 +210,11 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         rms_eps=hf.rms_norm_eps,
         rope=_rope_from_hf(hf, head_dim),
         tied_embeddings=hf.tie_word_embeddings,
-        attention_bias=hf.attention_bias,
-        mlp_bias=hf.mlp_bias,
+        # Qwen2 always has its biases, and knows no such fields; Qwen3 knows the first.
+        attention_bias=hf.attention_bias and architecture != QWEN2,
+        mlp_bias=hf.mlp_bias and architecture not in (QWEN2, QWEN3),
+        qkv_bias=architecture == QWEN2,
+        qk_norm=architecture == QWEN3,
         recurrent=_recurrent_from_hf(hf) if architecture == HYBRID else None,
     )
 
@@ -206,7 +229,7 @@ def config_from_gguf(
     """
     architecture = metadata.get("general.architecture")
     if architecture != LLAMA:
-        raise _unsupported_architecture(architecture)
+        raise _unsupported_architecture(architecture, (LLAMA,))
 
     def get(key: str, default: Any = None) -> Any:
         value = metadata.get(f"{architecture}.{key}", default)
@@ -253,11 +276,29 @@ def config_from_gguf(
     )
 
 
-def _unsupported_architecture(architecture: object) -> ConfigError:
+def _unsupported_architecture(architecture: object, supported: tuple[str, ...]) -> ConfigError:
     return ConfigError(
-        f"model architecture {architecture!r} is not supported (supported: {LLAMA})",
+        f"model architecture {architecture!r} is not supported (supported: {', '.join(supported)})",
         field="architecture",
     )
+
+
+def _refuse_windows(hf: _HfConfig, architecture: str) -> None:
+    """Qwen's files name a window that is off unless `use_sliding_window` or a layer asks for it."""
+    asked = hf.sliding_window is not None
+    if architecture in (QWEN2, QWEN3):
+        asked = hf.use_sliding_window or "sliding_attention" in (hf.layer_types or ())
+    if asked:
+        raise ConfigError(
+            f"sliding_window is not supported for {architecture}", field="sliding_window"
+        )
+
+
+def _default_head_dim(hf: _HfConfig, architecture: str) -> int:
+    """What transformers takes where config.json does not say."""
+    if architecture == QWEN3:
+        return 128
+    return hf.hidden_size // hf.num_attention_heads
 
 
 def _recurrent_from_hf(hf: _HfConfig) -> RecurrentLayers:

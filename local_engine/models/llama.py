@@ -1,4 +1,4 @@
-"""The Llama architecture for inference: fused projections, rope, grouped-query attention."""
+"""Llama, Qwen2 and Qwen3 for inference: fused projections, rope, grouped-query attention."""
 
 from __future__ import annotations
 
@@ -26,11 +26,15 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; every matrix is [out, in], q, k, v and gate, up stacked along out."""
+    """One decoder layer; every matrix is [out, in], q, k, v and gate, up stacked along out.
+
+    `qk_norm`: weights for each head of q, then of k, [heads + kv_heads, head_dim].
+    """
 
     input_norm: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
+    qk_norm: Tensor | None
     o: Tensor
     o_bias: Tensor | None
     post_norm: Tensor
@@ -110,7 +114,10 @@ class LlamaModel:
         normed = F.rms_norm(hidden, layer.input_norm.shape, layer.input_norm, config.rms_eps)
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(shape)
         rotated = config.heads + config.kv_heads
-        qk = rotate(qkv[:, :rotated], cos, sin)
+        qk = qkv[:, :rotated]
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, (config.head_dim,), eps=config.rms_eps) * layer.qk_norm
+        qk = rotate(qk, cos, sin)
         return qk[:, : config.heads], qk[:, config.heads :], qkv[:, rotated:]
 
     def _mlp(self, layer: LayerWeights, hidden: Tensor) -> Tensor:
@@ -154,13 +161,16 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             mixer["o"] = (hidden, value_rows)
             shapes[f"{prefix}.self_attn.decay_proj.weight"] = (r.heads, hidden)
             shapes[f"{prefix}.self_attn.decay_proj.bias"] = (r.heads,)
-        for block, matrices, bias in (
-            ("self_attn", mixer, config.attention_bias),
-            ("mlp", mlp, config.mlp_bias),
+        elif config.qk_norm:
+            for name in "qk":
+                shapes[f"{prefix}.self_attn.{name}_norm.weight"] = (config.head_dim,)
+        for block, matrices, biased in (
+            ("self_attn", mixer, config.biased),
+            ("mlp", mlp, frozenset(mlp) if config.mlp_bias else frozenset[str]()),
         ):
             for name, shape in matrices.items():
                 shapes[f"{prefix}.{block}.{name}_proj.weight"] = shape
-                if bias:
+                if name in biased:
                     shapes[f"{prefix}.{block}.{name}_proj.bias"] = shape[:1]
     return shapes
 
@@ -186,13 +196,18 @@ def _load_layer(config: ModelConfig, index: int, load: WeightLoader) -> LayerWei
     def stack(block: str, suffix: str, *names: str) -> Tensor:
         return load(*(f"{prefix}.{block}.{name}_proj.{suffix}" for name in names))
 
-    attention_bias, mlp_bias = config.attention_bias, config.mlp_bias
+    def qk_norm() -> Tensor:
+        q, k = (load(f"{prefix}.self_attn.{name}_norm.weight") for name in "qk")
+        return torch.cat((q.expand(config.heads, -1), k.expand(config.kv_heads, -1)))
+
+    biased, mlp_bias = config.biased, config.mlp_bias
     return LayerWeights(
         input_norm=load(f"{prefix}.input_layernorm.weight"),
         qkv=stack("self_attn", "weight", "q", "k", "v"),
-        qkv_bias=stack("self_attn", "bias", "q", "k", "v") if attention_bias else None,
+        qkv_bias=stack("self_attn", "bias", "q", "k", "v") if "q" in biased else None,
+        qk_norm=qk_norm() if config.qk_norm else None,
         o=stack("self_attn", "weight", "o"),
-        o_bias=stack("self_attn", "bias", "o") if attention_bias else None,
+        o_bias=stack("self_attn", "bias", "o") if "o" in biased else None,
         post_norm=load(f"{prefix}.post_attention_layernorm.weight"),
         gate_up=stack("mlp", "weight", "gate", "up"),
         gate_up_bias=stack("mlp", "bias", "gate", "up") if mlp_bias else None,

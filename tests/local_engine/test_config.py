@@ -105,7 +105,7 @@ def test_what_does_not_decide_kv_leaves_the_digest(change: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba2"}, r"'mamba2' is not supported \(supported: llama\)"),
+        ({"model_type": "mamba2"}, r"'mamba2' is not supported \(supported: llama, qwen2, qwen3\)"),
         ({"model_type": None}, "None is not supported"),
         ({"hidden_size": "64"}, r"config.json: .*hidden_size"),
         ({"hidden_size": 0}, "hidden_size must be positive"),
