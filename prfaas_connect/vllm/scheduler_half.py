@@ -20,6 +20,7 @@ from prfaas_connect.vllm.hello import Options, hello_of
 from prfaas_connect.vllm.layouts import HeadRange
 from prfaas_connect.vllm.metadata import PrfaasMetadata, PrfaasWorkerMetadata
 from prfaas_connect.vllm.producer_scheduler import ProducerScheduler
+from prfaas_connect.vllm.server_watch import ServerWatch
 
 
 class SchedulerHalf:
@@ -58,9 +59,12 @@ class SchedulerHalf:
             may_wait=features.may_answer_none,
         )
         self._port.start()
+        # The agent serves one engine: one that is left behind would keep the next from it.
+        self._watch = ServerWatch(self._port.close)
 
     def close(self) -> None:
         """Leave the agent."""
+        self._watch.close()
         self._port.close()
 
     def bind_block_pool(self, pool: Any) -> None:
