@@ -15,7 +15,7 @@ from aiohttp import web
 
 from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView
-from gateway.engine_probe import EngineProbe
+from gateway.engines import Engine, Engines
 from gateway.generation import Generation
 from gateway.handlers import Handlers
 from gateway.metrics import GatewayMetrics, LiveSources
@@ -70,10 +70,13 @@ class Gateway:
         self.admission = Admission(limits.gateway_max_in_flight)
         self.budget = FallbackBudget(limits.fallback_budget_tokens)
         self.records = RecordBook(limits.outcome_history, clock)
-        self._upstream = HttpUpstream(gateway.engines[0].url, gateway.engines[0].name, limits)
+        self._upstreams = {e.name: HttpUpstream(e.url, e.name, limits) for e in gateway.engines}
         self._tokeniser = Tokeniser(tokenizer, limits.max_prompt_tokens)
+        self.engines = Engines(
+            dict(self._upstreams), self.view, limits, clock, self._engine_changed
+        )
         self.tokenizer_check = TokenizerCheck(
-            self._tokeniser, self._upstream, gateway.tokenize_check_every, limits
+            self._tokeniser, self.engines.any_upstream, gateway.tokenize_check_every, limits
         )
         self.generation = Generation(
             gateway,
@@ -82,16 +85,15 @@ class Gateway:
             self.view,
             self._tokeniser,
             self.tokenizer_check,
-            self._upstream,
+            self.engines,
             self.records,
             self.metrics,
             self.budget,
             clock,
         )
-        self.probe = EngineProbe(self._upstream, limits.control_timeout_s, self._engine_changed)
         self.metrics.watch(
             LiveSources(
-                self.view, self.admission, self.budget, self.probe, self.tokenizer_check, clock
+                self.view, self.admission, self.budget, self.engines, self.tokenizer_check, clock
             )
         )
         self.port = 0
@@ -106,7 +108,7 @@ class Gateway:
             self.admission,
             self.budget,
             self.view,
-            self.probe,
+            self.engines,
             self.records,
             self.metrics,
         )
@@ -120,7 +122,7 @@ class Gateway:
             shutdown_timeout=CUT_S,
         )
         tasks = [asyncio.create_task(client.run()) for client in self._watch_clients()]
-        tasks.append(asyncio.create_task(self.probe.run()))
+        tasks.append(asyncio.create_task(self.engines.run()))
         try:
             await runner.setup()
             site = web.TCPSite(runner, self._settings.host, self._settings.port)
@@ -135,7 +137,8 @@ class Gateway:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.tokenizer_check.close()
             self.generation.close()
-            await self._upstream.close()
+            for upstream in self._upstreams.values():
+                await upstream.close()
             self._tokeniser.close()
 
     async def drain(self) -> bool:
@@ -158,23 +161,21 @@ class Gateway:
     def _outcome(self, outcome: Outcome) -> None:
         self.generation.outcome(outcome)
 
-    def _engine_changed(self, reachable: bool) -> None:
-        if reachable:
+    def _engine_changed(self, engine: Engine) -> None:
+        if engine.probe.reachable:
             self.tokenizer_check.start(self._settings.model)
 
 
 def check_settings(settings: Settings) -> None:
     """What the types of the settings cannot say. Raises ConfigError naming the key."""
     gateway = settings.gateway
-    if len(gateway.engines) != 1:
-        raise ConfigError(
-            f"gateway.engines: this version relays to one engine, not {len(gateway.engines)}",
-            field="gateway.engines",
-        )
+    if not gateway.engines:
+        raise ConfigError("gateway.engines: there must be at least one", field="gateway.engines")
+    names = [e.name for e in gateway.engines]
     places = [f"{p.peer}/{p.instance}" for p in gateway.peers]
-    names = [gateway.engines[0].name, *places]
-    if len(set(names)) != len(names):
-        raise ConfigError("gateway.peers: names must be unique", field="gateway.peers")
+    for key, taken in (("engines", names), ("peers", names + places)):
+        if len(set(taken)) != len(taken):
+            raise ConfigError(f"gateway.{key}: names must be unique", field=f"gateway.{key}")
     if gateway.offload and gateway.peers and not gateway.transfer_key.get_secret_value():
         raise ConfigError(
             "gateway.transfer_key: offloading to peers needs the key that signs transfers",

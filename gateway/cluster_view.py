@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
+from gateway.breakers import Breakers
 from gateway.prefix_index import ExactPrefixIndex
 from gateway.sent import SentLedger
 from gateway.tokenise import Chains
@@ -73,19 +74,22 @@ class ClusterView:
         self._limits = limits
         self._clock = clock
         self._model = settings.model
-        self._engine: EngineEndpoint = settings.engines[0]
+        self._engines: tuple[EngineEndpoint, ...] = settings.engines
         self._peers: tuple[PeerEndpoint, ...] = settings.peers
         self.index = index or ExactPrefixIndex()
+        self.breakers = Breakers(clock)
         self.sent = SentLedger(settle_s=limits.watch_interval_s)
         self.feeds: dict[str, Feed] = {}
-        if self._engine.agent is not None:
-            self._add_feed(self._engine.name, self._engine.agent)
+        self._watched = frozenset(e.name for e in settings.engines if e.agent is not None)
+        for engine in settings.engines:
+            if engine.agent is not None:
+                self._add_feed(engine.name, engine.agent)
         for peer in self._peers:
             self._add_feed(place_of(peer), peer.watch)
 
     @property
-    def engine_name(self) -> str:
-        return self._engine.name
+    def engines(self) -> tuple[EngineEndpoint, ...]:
+        return self._engines
 
     @property
     def peers(self) -> tuple[PeerEndpoint, ...]:
@@ -108,7 +112,7 @@ class ClusterView:
         for info in update.engines:
             feed.engine = info
         self.index.update(place, update)
-        is_d = place == self._engine.name
+        is_d = place in self._watched
         if is_d and _load_changed(before, feed.engine):
             self.sent.load_reported(place, now)
         for transfer_id in update.started:
@@ -129,34 +133,38 @@ class ClusterView:
         """Block sizes of all engines heard of, for which a prompt needs a hash chain."""
         return frozenset(f.engine.block_tokens for f in self.feeds.values()) - {0}
 
-    def served_link(self, peer: PeerEndpoint) -> LinkInfo | None:
-        """P's view of its link to our D agent; None while it has not told any."""
-        d_feed = self.feeds.get(self._engine.name)
+    def served_link(self, engine: str, peer: PeerEndpoint) -> LinkInfo | None:
+        """P's view of its link to the agent of `engine`; None while it has not told any."""
+        d_feed = self.feeds.get(engine)
         return None if d_feed is None else self.feeds[place_of(peer)].served_links.get(d_feed.agent)
 
     def cache_known(self, place: str) -> bool:
         feed = self.feeds.get(place)
         return feed is not None and self.index.known(place, feed.engine.epoch)
 
-    def local_cache_known(self) -> bool:
-        """D publishes what it holds (case 3)."""
-        return self.cache_known(self._engine.name)
+    def may_offload(self, engine: str) -> bool:
+        """It has an agent."""
+        return engine in self._watched
 
-    def snapshot(self, chains: Chains, fallback_free_tokens: int = 0) -> Snapshot:
-        """Everything one decision may look at, with ages as of now."""
+    def snapshot(self, engine: str, chains: Chains, fallback_free_tokens: int = 0) -> Snapshot:
+        """Everything one decision for a request at `engine` may look at, with ages as of now."""
         now = self._clock.now()
-        local = self._local(chains, now)
-        d_feed = self.feeds.get(self._engine.name)
+        d_feed = self.feeds.get(engine)
         return Snapshot(
-            local=local,
-            remotes=tuple([self._remote(peer, d_feed, chains, now) for peer in self._peers]),
+            local=self._local(engine, chains, now),
+            remotes=tuple(
+                [self._remote(peer, engine, d_feed, chains, now) for peer in self._peers]
+            ),
             token_bytes=d_feed.engine.token_bytes if d_feed is not None else 0,
             max_age_s=self._limits.watch_stale_s,
             fallback_free_tokens=fallback_free_tokens,
         )
 
-    def _local(self, chains: Chains, now: float) -> LocalEngine:
-        name = self._engine.name
+    def local(self, engine: str, chains: Chains) -> LocalEngine:
+        """What a snapshot says of `engine` itself, with ages as of now."""
+        return self._local(engine, chains, self._clock.now())
+
+    def _local(self, name: str, chains: Chains, now: float) -> LocalEngine:
         feed = self.feeds.get(name)
         if feed is None:  # an OpenAI server without our connector: it is never offloaded from
             unshown = self.sent.unshown(name)
@@ -171,12 +179,12 @@ class ClusterView:
             load=load,
             curve=curve_of(info),
             matched_tokens=self._matched(feed, chains),
-            free_staging_bytes=max(0, info.free_staging_bytes - self.sent.raw_bytes()),
+            free_staging_bytes=max(0, info.free_staging_bytes - self.sent.raw_bytes(name)),
             offload_ready=info.ready and _has_role(info, "decode"),
         )
 
     def _remote(
-        self, peer: PeerEndpoint, d_feed: Feed | None, chains: Chains, now: float
+        self, peer: PeerEndpoint, engine: str, d_feed: Feed | None, chains: Chains, now: float
     ) -> RemoteInstance:
         feed = self.feeds[place_of(peer)]
         info = feed.engine
@@ -191,7 +199,11 @@ class ClusterView:
             matched_tokens=self._matched(feed, chains),
             link=_link_state(link, d_feed, unshown.wire_bytes, now),
             free_retention_bytes=max(0, info.free_retention_bytes - unshown.raw_bytes),
-            ready=info.ready and _has_role(info, "prefill") and link is not None and link.ready,
+            ready=info.ready
+            and _has_role(info, "prefill")
+            and link is not None
+            and link.ready
+            and self.breakers.allows_remote(engine, feed.place),
         )
 
     def _load(self, feed: Feed, now: float) -> EngineLoad:
@@ -275,10 +287,16 @@ def _link_state(
     )
 
 
-def describe(view: ClusterView, snapshot: Snapshot) -> Mapping[str, object]:
-    """The view as plain data for `/prfaas/cluster`: the fields of the snapshot, and the feeds."""
+def describe(view: ClusterView, fallback_free_tokens: int) -> Mapping[str, object]:
+    """The view as plain data for `/prfaas/cluster`: the snapshot of each engine, the fields of the
+    first one's, all feeds, and breakers that ever opened.
+    """
+    snapshots = [view.snapshot(engine.name, {}, fallback_free_tokens) for engine in view.engines]
+    first = snapshots[0]
     return {
-        **{f.name: getattr(snapshot, f.name) for f in fields(snapshot)},
+        **{f.name: getattr(first, f.name) for f in fields(first)},
+        "engines": [{"local": each.local, "remotes": each.remotes} for each in snapshots],
+        "breakers": [info for info in view.breakers.infos() if info.opened],
         "feeds": [
             {
                 "place": feed.place,

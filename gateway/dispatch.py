@@ -49,9 +49,10 @@ class Dispatcher:
                     "on_failure is reject",
                     retry_after_s=RETRY_AFTER_S,
                 )
-            self._view.sent.add_local(
-                record.key, snapshot.local.name, decision.uncached_tokens, self._clock.now()
-            )
+            # A prefix that another request brings there just now is not computed twice.
+            coming = max(0, record.recent_tokens - snapshot.local.matched_tokens)
+            tokens = max(0, decision.uncached_tokens - coming)
+            self._view.sent.add_local(record.key, snapshot.local.name, tokens, self._clock.now())
             return None
         record.transfer_id = record.key
         record.on_failure = self._on_failure(record.key, decision)
@@ -93,6 +94,7 @@ class Dispatcher:
 
     def _count_sent(self, key: str, decision: Decision, snapshot: Snapshot) -> None:
         peer, instance = decision.plan[0]
+        self._view.breakers.sent_remote(snapshot.local.name, f"{peer}/{instance}")
         remote = next(
             (r for r in snapshot.remotes if (r.peer, r.instance) == (peer, instance)), None
         )
@@ -100,6 +102,7 @@ class Dispatcher:
         raw_bytes = snapshot.token_bytes * decision.uncached_tokens
         self._view.sent.add_remote(
             key,
+            snapshot.local.name,
             f"{peer}/{instance}",
             decision.uncached_tokens,
             raw_bytes,

@@ -1,14 +1,11 @@
-"""Whether the decode engine answers, asked every second."""
+"""Whether a decode engine answers, asked every second."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from gateway.upstream import Upstream
-
-logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
 
@@ -23,13 +20,15 @@ class EngineProbe:
         self._timeout_s = timeout_s
         self._on_change = on_change
         self.reachable = False
+        self.losses = 0
+        """How often it was lost."""
 
     async def run(self) -> None:
         """Never returns; ends by being cancelled."""
         while True:
             reachable = await self._upstream.healthy(self._timeout_s)
             if reachable != self.reachable:
-                logger.info("the engine is %s", "reachable" if reachable else "not reachable")
                 self.reachable = reachable
+                self.losses += not reachable
                 self._on_change(reachable)
             await asyncio.sleep(INTERVAL_S)

@@ -13,6 +13,7 @@ import msgspec
 from gateway.admission import FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.dispatch import Dispatcher, new_key
+from gateway.engines import Engine, Engines
 from gateway.keepalive import KeepaliveSink
 from gateway.metrics import GatewayMetrics
 from gateway.records import RecordBook, RequestRecord, summary
@@ -30,13 +31,13 @@ from gateway.schema import Api, ParsedRequest, parse, rewrite
 from gateway.tokenise import Prompt, Tokeniser, guess
 from gateway.tokenizer_check import TokenizerCheck
 from gateway.trace import Trace
-from gateway.upstream import Upstream
 from prfaas import transfer
 from prfaas.clock import Clock
 from prfaas.errors import (
     BY_KIND,
     Cancelled,
     EngineUnavailable,
+    Overloaded,
     PrefillUnavailable,
     PrfaasError,
     UnknownModel,
@@ -54,6 +55,12 @@ TARGET_HEADER = "x-prfaas-target"
 KV_FAILED = frozenset({"refused", "failed"})
 """Outcomes after which an engine has no KV to answer from, and was told not to compute it."""
 RETRY_AFTER_S = 1.0
+RETRIED_STATUSES = frozenset({429, 502, 503, 504})
+"""Answers that say that this engine cannot now: another one may."""
+BROKEN_STATUSES = frozenset({500, 502, 504})
+"""Answers that count against the engine; 429 and 503 are honest."""
+PREFIX_BLOCKS = frozenset({64})
+"""Block size by which prompts are compared where no engine has told one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,7 @@ class Generation:
         view: ClusterView,
         tokeniser: Tokeniser,
         tokenizer_check: TokenizerCheck,
-        upstream: Upstream,
+        engines: Engines,
         records: RecordBook,
         metrics: GatewayMetrics,
         budget: FallbackBudget,
@@ -94,14 +101,16 @@ class Generation:
         self._view = view
         self._tokeniser = tokeniser
         self._tokenizer_check = tokenizer_check
-        self._upstream = upstream
+        self._engines = engines
         self._records = records
         self._metrics = metrics
         self._budget = budget
         self._clock = clock
         self._dispatcher = Dispatcher(settings, limits, view, budget, clock)
         self._cache_secret = settings.cache_secret.get_secret_value().encode()
-        self._may_offload = settings.offload and settings.engines[0].agent is not None
+        self._needs_tokens = len(engines) > 1 or (
+            settings.offload and settings.engines[0].agent is not None
+        )
         self._awaiting: dict[str, RequestRecord] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._waiters: dict[str, asyncio.Event] = {}
@@ -157,29 +166,11 @@ class Generation:
         # 2. Template, tokenise and hash, unless it cannot be worth it.
         prompt = await self._prompt(parsed, salt)
 
-        # 3. What is known of every place, as of now.
-        record.facts = self._facts(inbound, parsed, prompt)
-        record.snapshot = self._view.snapshot(prompt.chains, self._budget.free_tokens)
-
-        # 4. Decide.
-        client_params = self._client_params(parsed)
-        record.decision = self._decide(record, client_params)
-
-        # 5. Sign the plan into the body and send it to the engine.
-        if client_params is not None:
-            self._dispatcher.relayed(record, client_params)
-            body = inbound.body
-        else:
-            params = self._dispatcher.dispatch(record, salt, tenant)
-            body = rewrite(parsed, params.to_dict() if params else None, salt or None)
-        self._note_dispatch(record)
-        # 6. D's agent carries out the plan; `outcome` hears how it went.
-        # 7. Nothing goes to the client before the engine's first event; then all of it does.
         if not parsed.stream:
-            return await self._relay(inbound, parsed, body, sink, record)
+            return await self._attempts(inbound, parsed, prompt, salt, sink, record)
         kept = KeepaliveSink(sink, _stream_headers(record), self._limits.sse_keepalive_s)
         try:
-            answer = await self._relay(inbound, parsed, body, kept, record)
+            answer = await self._attempts(inbound, parsed, prompt, salt, kept, record)
             if isinstance(answer, WholeAnswer) and sink.started:
                 return await end_refused(kept, answer)
             return answer
@@ -191,15 +182,104 @@ class Generation:
             await kept.close()
         # 8. One log line for each request, with its outcome: see `_end`.
 
+    async def _attempts(
+        self,
+        inbound: Inbound,
+        parsed: ParsedRequest,
+        prompt: Prompt,
+        salt: str,
+        sink: ClientSink,
+        record: RequestRecord,
+    ) -> WholeAnswer | Relayed:
+        """The best engine, and while nothing of an answer has come, another one where it fails."""
+        most = min(self._limits.engine_attempts, len(self._engines))
+        while True:
+            engine = self._engines.choose(prompt.chains, prompt.tokens, record.key, record.tried)
+            assert engine is not None
+            record.engine = engine.name
+            record.tried.append(engine.name)
+            record.recent_tokens = self._engines.sent(engine, prompt.chains)
+            last = len(record.tried) >= most
+            try:
+                with engine.serving():
+                    answer = await self._attempt(
+                        engine, inbound, parsed, prompt, salt, sink, record
+                    )
+            except EngineUnavailable as exc:
+                self._engines.failed(engine)
+                if last or record.first_event_at is not None:
+                    raise
+                why = exc.kind
+            except Overloaded as exc:
+                self._engines.unjudged(engine)
+                if last:
+                    raise
+                why = exc.kind
+            except BaseException:
+                self._engines.unjudged(engine)
+                raise
+            else:
+                status = answer.status if isinstance(answer, WholeAnswer) else 200
+                broken = answer.broken if isinstance(answer, Relayed) else ""
+                if status in BROKEN_STATUSES or broken == EngineUnavailable.kind:
+                    self._engines.failed(engine)
+                else:
+                    self._engines.succeeded(engine)
+                if last or status not in RETRIED_STATUSES:
+                    return answer
+                why = f"status_{status}"
+            logger.info("%s: %s failed (%s), trying another", record.request_id, engine.name, why)
+            self._metrics.engine_retries.labels(engine.name, why).inc()
+            self._forget_attempt(record)
+
+    async def _attempt(
+        self,
+        engine: Engine,
+        inbound: Inbound,
+        parsed: ParsedRequest,
+        prompt: Prompt,
+        salt: str,
+        sink: ClientSink,
+        record: RequestRecord,
+    ) -> WholeAnswer | Relayed:
+        # 3. What is known of every place, as of now.
+        record.facts = self._facts(inbound, parsed, prompt, engine.name)
+        record.snapshot = self._view.snapshot(engine.name, prompt.chains, self._budget.free_tokens)
+
+        # 4. Decide.
+        client_params = self._client_params(parsed)
+        record.decision = self._decide(record, client_params)
+
+        # 5. Sign the plan into the body and send it to the engine.
+        if client_params is not None:
+            self._dispatcher.relayed(record, client_params)
+            body = inbound.body
+        else:
+            params = self._dispatcher.dispatch(record, salt)
+            body = rewrite(parsed, params.to_dict() if params else None, salt or None)
+        self._note_dispatch(record)
+        # 6. D's agent carries out the plan; `outcome` hears how it went.
+        # 7. Nothing goes to the client before the engine's first event; then all of it does.
+        return await self._relay(engine, inbound, parsed, body, sink, record)
+
+    def _forget_attempt(self, record: RequestRecord) -> None:
+        """What was sent is not ahead of others any more, and its outcome tells nothing."""
+        self._dispatcher.prefill_over(record)
+        if self._awaiting.pop(record.transfer_id, None) is not None:
+            self._metrics.outcomes.labels("unknown").inc()
+        record.transfer_id = ""
+        record.key = new_key()
+
     async def _relay(
         self,
+        engine: Engine,
         inbound: Inbound,
         parsed: ParsedRequest,
         body: bytes,
         sink: ClientSink,
         record: RequestRecord,
     ) -> WholeAnswer | Relayed:
-        async with self._upstream.post(parsed.api.path, self._headers(inbound), body) as response:
+        async with engine.upstream.post(parsed.api.path, self._headers(inbound), body) as response:
             content_type = response.headers.get("content-type", "")
             if response.status == 200 and content_type.startswith(EVENT_STREAM):
                 answer = await relay_stream(
@@ -247,6 +327,7 @@ class Generation:
         waiter = self._waiters.get(outcome.transfer_id)
         if waiter is not None:
             waiter.set()
+        self._view.breakers.outcome(record.engine, outcome)
         self._policy_state = self._policy.observe(self._policy_state, outcome)
         self._metrics.outcome(outcome)
         self._dispatcher.prefill_over(record)
@@ -269,9 +350,10 @@ class Generation:
             )
 
     async def _prompt(self, parsed: ParsedRequest, salt: str) -> Prompt:
-        if self._is_short(parsed) or not self._may_offload or parsed.features:
+        if self._is_short(parsed) or not self._needs_tokens or parsed.features:
             return guess(parsed)
-        prompt = await self._tokeniser.prompt(parsed, self._view.block_sizes(), salt)
+        sizes = self._view.block_sizes() or PREFIX_BLOCKS
+        prompt = await self._tokeniser.prompt(parsed, sizes, salt)
         if prompt.tokenised:
             self._tokenizer_check.saw(parsed)
         return prompt
@@ -279,14 +361,16 @@ class Generation:
     def _is_short(self, parsed: ParsedRequest) -> bool:
         return parsed.body_bytes <= self._settings.short_body_bytes
 
-    def _facts(self, inbound: Inbound, parsed: ParsedRequest, prompt: Prompt) -> RequestFacts:
+    def _facts(
+        self, inbound: Inbound, parsed: ParsedRequest, prompt: Prompt, engine: str
+    ) -> RequestFacts:
         short = self._is_short(parsed)
         return RequestFacts(
             request_id=inbound.request_id,
             prompt_tokens=prompt.tokens,
             max_tokens=parsed.max_tokens,
             features=parsed.features | prompt.features,
-            cache_known=self._view.local_cache_known() and (prompt.tokenised or short),
+            cache_known=self._view.cache_known(engine) and (prompt.tokenised or short),
             short=short,
         )
 

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView, describe
-from gateway.engine_probe import EngineProbe
+from gateway.engines import Engines
 from gateway.generation import Generation, Inbound
 from gateway.metrics import GatewayMetrics
 from gateway.records import RecordBook, detail, summary
@@ -59,7 +59,7 @@ class Handlers:
         admission: Admission,
         budget: FallbackBudget,
         view: ClusterView,
-        probe: EngineProbe,
+        engines: Engines,
         records: RecordBook,
         metrics: GatewayMetrics,
     ) -> None:
@@ -69,7 +69,7 @@ class Handlers:
         self._admission = admission
         self._budget = budget
         self._view = view
-        self._probe = probe
+        self._engines = engines
         self._records = records
         self._metrics = metrics
         self._created = int(time.time())
@@ -146,7 +146,7 @@ class Handlers:
     async def _ready(self, request: web.Request) -> web.Response:
         if self._admission.draining:
             return _json({"status": "draining"}, 503)
-        if not self._probe.reachable:
+        if not self._engines.reachable:
             return _json({"status": "no engine is reachable"}, 503)
         return _json({"status": "ready"})
 
@@ -171,8 +171,7 @@ class Handlers:
         return _json(detail(record))
 
     async def _cluster(self, request: web.Request) -> web.Response:
-        snapshot = self._view.snapshot({}, self._budget.free_tokens)
-        return _json(describe(self._view, snapshot))
+        return _json(describe(self._view, self._budget.free_tokens))
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:

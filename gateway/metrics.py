@@ -6,14 +6,16 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.admission import Admission, FallbackBudget
+from gateway.breaker import BreakerState
 from gateway.cluster_view import ClusterView
-from gateway.engine_probe import EngineProbe
+from gateway.engines import Engines
 from gateway.histogram import Histogram
 from gateway.records import RequestRecord
 from gateway.tokenizer_check import TokenizerCheck
@@ -38,7 +40,7 @@ class LiveSources:
     view: ClusterView
     admission: Admission
     budget: FallbackBudget
-    probe: EngineProbe
+    engines: Engines
     tokenizer_check: TokenizerCheck
     clock: Clock
 
@@ -55,6 +57,9 @@ class GatewayMetrics:
         )
         self.outcomes = self._counter(
             "outcomes", "Transfers by how they ended; `unknown`: no agent said.", "status"
+        )
+        self.engine_retries = self._counter(
+            "engine_retries", "Requests that went on to another engine.", "engine", "reason"
         )
         self.refused = self._counter("refused", "Requests refused at the door.", "reason")
         self.certificate_end = Gauge(
@@ -138,11 +143,32 @@ class _LiveGauges(Collector):
             math.nan if difference is None else difference,
         )
         up = _family("engine_up", "1 where the engine's /health answers.", "engine")
-        up.add_metric([self._view.engine_name], self._sources.probe.reachable)
-        yield up
+        busy = _family("engine_in_flight_requests", "Requests of this gateway there.", "engine")
+        recent = _family("recent_prefix_blocks", "Blocks that were sent there of late.", "engine")
+        for engine in self._sources.engines:
+            up.add_metric([engine.name], engine.probe.reachable)
+            busy.add_metric([engine.name], engine.in_flight)
+            recent.add_metric([engine.name], self._sources.engines.recent.blocks(engine.name))
+        yield from (up, busy, recent)
+        yield from self._breakers()
         yield from self._feeds()
         yield from self._links()
         yield from self._limits()
+
+    def _breakers(self) -> Iterable[Metric]:
+        is_open = _family(
+            "breaker_open",
+            "1 where an `engine`, `instance` or `link` gets no requests but a trial.",
+            "what",
+            "name",
+        )
+        opened = CounterMetricFamily(
+            "prfaas_gateway_breaker_openings", "How often it has opened.", labels=["what", "name"]
+        )
+        for info in self._view.breakers.infos():
+            is_open.add_metric([info.what, info.name], info.state is not BreakerState.CLOSED)
+            opened.add_metric([info.what, info.name], info.opened)
+        yield from (is_open, opened)
 
     def _feeds(self) -> Iterable[Metric]:
         now, view = self._sources.clock.now(), self._view
@@ -158,11 +184,11 @@ class _LiveGauges(Collector):
             "1 where D publishes cache events; 0: what it caches is unknown.",
             "engine",
         )
-        events.add_metric([view.engine_name], view.local_cache_known())
+        for engine in view.engines:
+            events.add_metric([engine.name], view.cache_known(engine.name))
         yield from (age, connected, blocks, events)
 
     def _links(self) -> Iterable[Metric]:
-        feed = self._view.feeds.get(self._view.engine_name)
         values: tuple[tuple[str, str, Callable[..., float]], ...] = (
             ("link_ready", "1 where the peer is paired and reachable.", lambda k: k.ready),
             (
@@ -185,9 +211,12 @@ class _LiveGauges(Collector):
             ("link_wire_ratio", "Raw over wire bytes.", lambda k: k.wire_ratio),
         )
         for name, text, value in values:
-            family = _family(name, text, "peer", "instance")
-            for link in feed.links.values() if feed is not None else ():
-                family.add_metric([link.peer, link.instance], float(value(link)))
+            family = _family(name, text, "engine", "peer", "instance")
+            for engine in self._view.engines:
+                feed = self._view.feeds.get(engine.name)
+                for link in feed.links.values() if feed is not None else ():
+                    labels = [engine.name, link.peer, link.instance]
+                    family.add_metric(labels, float(value(link)))
             yield family
 
     def _limits(self) -> Iterable[Metric]:
@@ -195,6 +224,7 @@ class _LiveGauges(Collector):
             "link_limit",
             "1 for what limits a link now (`idle`, `sender`, `receiver`, `link`), as the agent at "
             "its end `d` or `p` judges it.",
+            "engine",
             "peer",
             "instance",
             "end",
@@ -203,24 +233,26 @@ class _LiveGauges(Collector):
         stalled = _family(
             "link_stalled_seconds",
             "So long nothing has moved, although bytes are under way; 0 below a second.",
+            "engine",
             "peer",
             "instance",
             "end",
         )
         view = self._view
-        feed = view.feeds.get(view.engine_name)
-        for peer in view.peers:
+        for engine, peer in product(view.engines, view.peers):
+            feed = view.feeds.get(engine.name)
             name = (peer.peer, peer.instance)
             ends = {
                 "d": feed.links.get(name) if feed is not None else None,
-                "p": view.served_link(peer),
+                "p": view.served_link(engine.name, peer),
             }
             for end, link in ends.items():
                 if link is None:
                     continue
-                stalled.add_metric([*name, end], link.stalled_s)
+                labels = [engine.name, *name, end]
+                stalled.add_metric(labels, link.stalled_s)
                 for each in LinkLimit if link.limit is not None else ():
-                    limits.add_metric([*name, end, each.value], link.limit is each)
+                    limits.add_metric([*labels, each.value], link.limit is each)
         yield from (limits, stalled)
 
 

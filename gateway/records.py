@@ -27,6 +27,12 @@ class RequestRecord:
     started_at: float
     started_wall: float
     transfer_id: str = ""
+    engine: str = ""
+    """The decode engine that it was last sent to."""
+    tried: list[str] = field(default_factory=list)
+    """Engines that it was sent to, in order."""
+    recent_tokens: int = 0
+    """Of the prompt, sent to that engine shortly before."""
     body_bytes: int = 0
     stream: bool = False
     facts: RequestFacts | None = None
@@ -124,6 +130,8 @@ def summary(record: RequestRecord) -> Mapping[str, Any]:
         "received": record.started_wall,
         "stream": record.stream,
         "body_bytes": record.body_bytes,
+        "engine": record.engine,
+        "tried": record.tried,
         "target": record.target,
         "decision": record.decision,
         "on_failure": record.on_failure or None,

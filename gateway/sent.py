@@ -23,6 +23,8 @@ class _Entry:
     raw_bytes: int
     wire_bytes: int
     at: float
+    engine: str = ""
+    """Where the bytes go to."""
 
 
 class SentLedger:
@@ -45,11 +47,18 @@ class SentLedger:
         self._add(self._local, key, _Entry(engine, tokens, 0, 0, now))
 
     def add_remote(
-        self, key: str, place: str, tokens: int, raw_bytes: int, wire_bytes: int, now: float
+        self,
+        key: str,
+        engine: str,
+        place: str,
+        tokens: int,
+        raw_bytes: int,
+        wire_bytes: int,
+        now: float,
     ) -> None:
-        """`place` is `peer/instance`, the first of the plan."""
+        """For `engine`; `place` is `peer/instance`, the first of the plan."""
         self._add(self._tokens, key, _Entry(place, tokens, 0, 0, now))
-        self._add(self._bytes, key, _Entry(place, 0, raw_bytes, wire_bytes, now))
+        self._add(self._bytes, key, _Entry(place, 0, raw_bytes, wire_bytes, now, engine))
 
     def shown_by_p(self, key: str) -> None:
         self._remove(self._tokens, key)
@@ -75,9 +84,9 @@ class SentLedger:
     def unshown(self, place: str) -> Unshown:
         return self._sums.get(place) or Unshown()
 
-    def raw_bytes(self) -> int:
-        """Staging that transfers not yet shown will take at D."""
-        return sum(entry.raw_bytes for entry in self._bytes.values())
+    def raw_bytes(self, engine: str) -> int:
+        """Staging that transfers not yet shown will take at `engine`."""
+        return sum(entry.raw_bytes for entry in self._bytes.values() if entry.engine == engine)
 
     def __len__(self) -> int:
         return len(self._tokens.keys() | self._bytes.keys() | self._local.keys())

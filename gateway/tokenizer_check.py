@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any
 
@@ -27,8 +28,13 @@ class TokenizerCheck:
     `close` ends. A difference is warned of once until it is gone again."""
 
     def __init__(
-        self, tokeniser: Tokeniser, upstream: Upstream, every: int, limits: Limits
+        self,
+        tokeniser: Tokeniser,
+        upstream: Callable[[], Upstream],
+        every: int,
+        limits: Limits,
     ) -> None:
+        """`upstream` gives an engine to ask."""
         self._tokeniser = tokeniser
         self._upstream = upstream
         self._every = every
@@ -84,7 +90,9 @@ class TokenizerCheck:
         names = ("model", "prompt", "messages", "add_special_tokens")
         body = {name: parsed.fields[name] for name in names if parsed.has(name)}
         headers = {"content-type": "application/json"}
-        async with self._upstream.post("/tokenize", headers, msgspec.json.encode(body)) as response:
+        async with self._upstream().post(
+            "/tokenize", headers, msgspec.json.encode(body)
+        ) as response:
             answer = await response.read(self._limits.max_answer_bytes)
             if response.status != 200:
                 raise EngineUnavailable(f"/tokenize answers {response.status}")

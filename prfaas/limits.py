@@ -30,6 +30,12 @@ class Limits(BaseModel):
         gt=0,
         description="Those are closed after so long: before servers do it, uvicorn's is 5 s.",
     )
+    engine_attempts: int = Field(
+        2,
+        gt=0,
+        description="Engines that a request is sent to, one after another, while nothing of an "
+        "answer has come.",
+    )
     engine_send_timeout_s: float = Field(
         15.0, gt=0, description="An engine that takes nothing of a request for so long is cut."
     )

@@ -256,8 +256,8 @@ def test_telemetry_of_any_agent_ends_in_a_decision() -> None:
                 raise ProtocolError(str(exc)) from exc
             place = (ENGINE, PLACE)[at % 2]
             outcomes = view.update(place, watch_from_pb(message))
-            snapshot = view.snapshot({16: [b"0" * 16]}, 1000)
-            msgspec.json.encode(describe(view, snapshot))
+            snapshot = view.snapshot(ENGINE, {16: [b"0" * 16]}, 1000)
+            msgspec.json.encode(describe(view, 1000))
             for policy in policies:
                 state = policy.initial_state()
                 for outcome in outcomes:

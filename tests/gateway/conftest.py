@@ -101,7 +101,7 @@ def make_cluster() -> Callable[..., Any]:
             if agents:
                 feeds = gateway.view.feeds.values()
                 await until(lambda: all(feed.engine.ready for feed in feeds), "both feeds")
-            await until(lambda: gateway.probe.reachable, "the engine")
+            await until(lambda: gateway.engines.reachable, "the engine")
             yield Cluster(gateway, engine, d, p, client)
             await until(lambda: is_idle(gateway, engine), "everything to be given back")
 

@@ -26,8 +26,8 @@ PEER = {"peer": "p", "instance": "i", "watch": "127.0.0.1:1"}
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"engines": ()}, "gateway.engines: this version relays to one engine, not 0"),
-        ({"engines": ENGINES}, "gateway.engines: this version relays to one engine, not 2"),
+        ({"engines": ()}, "gateway.engines: there must be at least one"),
+        ({"engines": (*ENGINES, *ENGINES)}, "gateway.engines: names must be unique"),
         ({"peers": (PEER, PEER)}, "gateway.peers: names must be unique"),
         (
             {"transfer_key": ""},

@@ -55,7 +55,7 @@ def view(clock: ManualClock) -> ClusterView:
 
 
 def snap(view: ClusterView, chains: Any = CHAINS) -> Snapshot:
-    return view.snapshot(chains, 100)
+    return view.snapshot(ENGINE, chains, 100)
 
 
 def test_everything_an_agent_says_reaches_the_snapshot(view: ClusterView) -> None:
@@ -121,16 +121,16 @@ def test_an_event_with_links_has_all_of_them(view: ClusterView) -> None:
 def test_what_p_sees_of_its_link_to_our_agent_is_told_apart(view: ClusterView) -> None:
     (peer,) = view.peers
     ours, theirs = link(agent="agent", rtt_s=0.3), link(agent="another", rtt_s=0.9)
-    assert view.served_link(peer) is None
+    assert view.served_link(ENGINE, peer) is None
     view.update(PLACE, WatchUpdate(1, False, links=(ours, theirs)))
-    assert view.served_link(peer) == ours
+    assert view.served_link(ENGINE, peer) == ours
     assert snap(view).remotes[0].link.rtt_s == 0.01  # decisions go by D's view
-    feeds = {feed["place"]: feed for feed in describe(view, snap(view))["feeds"]}
+    feeds = {feed["place"]: feed for feed in describe(view, 100)["feeds"]}
     assert feeds[PLACE]["served_links"] == [ours, theirs]
     assert feeds[PLACE]["links"] == []
     assert (feeds[ENGINE]["links"], feeds[ENGINE]["served_links"]) == ([link()], [])
     view.update(PLACE, WatchUpdate(2, False, links=(theirs,)))
-    assert view.served_link(peer) is None
+    assert view.served_link(ENGINE, peer) is None
 
 
 @pytest.mark.parametrize(
@@ -180,14 +180,14 @@ def test_nothing_is_credited_from_another_epoch(view: ClusterView) -> None:
     assert snap(view).local.matched_tokens == 64
     view.update(ENGINE, WatchUpdate(1, False, engines=(d_engine(epoch="d2"),)))
     assert snap(view).local.matched_tokens == 0
-    assert not view.local_cache_known()
+    assert not view.cache_known(ENGINE)
 
 
 def test_a_lost_feed_loses_its_index_at_once(view: ClusterView) -> None:
     view.update(ENGINE, full(d_engine(), link(), blocks=tuple(CHAIN)))
-    assert view.local_cache_known()
+    assert view.cache_known(ENGINE)
     view.disconnected(ENGINE)
-    assert not view.local_cache_known()
+    assert not view.cache_known(ENGINE)
     assert snap(view).local.matched_tokens == 0
     assert view.feeds[ENGINE].reconnects == 1
 
@@ -205,7 +205,7 @@ def test_what_was_sent_counts_until_the_feeds_show_it(
     view: ClusterView, clock: ManualClock
 ) -> None:
     """Case 42."""
-    view.sent.add_remote("t1", PLACE, 500, 500_000, 400_000, clock.now())
+    view.sent.add_remote("t1", ENGINE, PLACE, 500, 500_000, 400_000, clock.now())
     view.sent.add_local("r1", ENGINE, 300, clock.now())
     snapshot = snap(view)
     remote = snapshot.remotes[0]
@@ -270,7 +270,7 @@ def test_an_engine_of_another_model_is_warned_of_once(
 
 
 def test_the_description_has_the_snapshot_and_the_feeds(view: ClusterView) -> None:
-    described = describe(view, snap(view))
+    described = describe(view, 100)
     assert described["local"] == snap(view).local
     assert described["remotes"] == snap(view).remotes
     assert [feed["place"] for feed in described["feeds"]] == [ENGINE, PLACE]

@@ -47,7 +47,7 @@ class Desk:
 
     def record(self, decision: Decision) -> RequestRecord:
         record = RequestRecord("r", "chat", "", new_key(), 0.0, 0.0)
-        record.decision, record.snapshot = decision, self.view.snapshot({})
+        record.decision, record.snapshot = decision, self.view.snapshot(ENGINE, {})
         return record
 
 

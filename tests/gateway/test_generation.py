@@ -16,6 +16,7 @@ from prfaas.hashing import block_chain, cache_salt
 from prfaas.snapshot import Outcome
 from prfaas.testing.gateway_setup import (
     BLOCK_TOKENS,
+    ENGINE,
     INSTANCE,
     KEY,
     MODEL,
@@ -189,7 +190,9 @@ async def test_always_remote_without_an_instance_rejects_or_serves_as_told(
     policy = {"name": "always_remote"}
     async with make_cluster(policy=policy, on_failure="reject") as cluster:
         cluster.d.change_link(ready=False)
-        await until(lambda: not cluster.gateway.view.snapshot({}).remotes[0].ready, "the change")
+        await until(
+            lambda: not cluster.gateway.view.snapshot(ENGINE, {}).remotes[0].ready, "the change"
+        )
         status, answer, response = await cluster.post(completion())
         assert status == 503
         assert response.headers["retry-after"] == "1"
@@ -198,7 +201,9 @@ async def test_always_remote_without_an_instance_rejects_or_serves_as_told(
         assert not cluster.engine.seen
     async with make_cluster(policy=policy, on_failure="local") as cluster:
         cluster.d.change_link(ready=False)
-        await until(lambda: not cluster.gateway.view.snapshot({}).remotes[0].ready, "the change")
+        await until(
+            lambda: not cluster.gateway.view.snapshot(ENGINE, {}).remotes[0].ready, "the change"
+        )
         status, _, response = await cluster.post(completion())
         assert status == 200
         assert response.headers["x-prfaas-target"] == "local"
@@ -267,7 +272,9 @@ async def test_a_fallback_is_counted_with_its_reason(cluster: Any, status: str) 
 async def test_outcomes_of_other_gateways_are_not_ours(cluster: Any) -> None:
     cluster.d.outcome(Outcome("somebody else's", "failed", reason="x", raw_bytes=5))
     cluster.d.change(queue_tokens=1)
-    await until(lambda: cluster.gateway.view.snapshot({}).local.load.queue_tokens == 1, "the feed")
+    await until(
+        lambda: cluster.gateway.view.snapshot(ENGINE, {}).local.load.queue_tokens == 1, "the feed"
+    )
     assert await cluster.metric("prfaas_gateway_kv_raw_bytes_total") == 0
 
 
@@ -568,7 +575,7 @@ async def test_the_link_going_bad_keeps_requests_at_home_and_back(cluster: Any) 
         cluster.d.change_link(goodput_bytes_per_s=goodput)
         await until(
             lambda g=goodput: (
-                cluster.gateway.view.snapshot({}).remotes[0].link.goodput_bytes_per_s == g
+                cluster.gateway.view.snapshot(ENGINE, {}).remotes[0].link.goodput_bytes_per_s == g
             ),
             "the feed",
         )

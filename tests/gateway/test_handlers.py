@@ -119,7 +119,7 @@ async def test_models(cluster: Any) -> None:
 async def test_ready_follows_the_engine_and_the_drain(cluster: Any) -> None:
     assert (await cluster.get("/health"))[0] == 200
     assert await cluster.get("/ready") == (200, {"status": "ready"})
-    cluster.gateway.probe.reachable = False
+    cluster.gateway.engines["d-0"].probe.reachable = False
     assert await cluster.get("/ready") == (503, {"status": "no engine is reachable"})
     cluster.gateway.admission.draining = True
     assert await cluster.get("/ready") == (503, {"status": "draining"})

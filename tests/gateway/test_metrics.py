@@ -93,7 +93,7 @@ async def test_the_page_parses_and_shows_live_state(cluster: Any) -> None:
     cluster.d.change_link(limit=LinkLimit.LINK, queueing_s=0.02, rate_bytes_per_s=4e6)
     served = link(agent="scripted", limit=LinkLimit.RECEIVER, stalled_s=3.0)
     cluster.p.push(WatchUpdate(0, False, links=(served,)))
-    where = {"peer": "p", "instance": "p-0"}
+    where = {"engine": "d-0", "peer": "p", "instance": "p-0"}
 
     async def both_are_here() -> bool:
         d = await cluster.metric("prfaas_gateway_link_queueing_seconds", **where)
@@ -110,16 +110,16 @@ async def test_the_page_parses_and_shows_live_state(cluster: Any) -> None:
         for s in family.samples
     }
     prefix = "prfaas_gateway_"
-    assert samples[prefix + "link_goodput_bytes_per_second", "p", "p-0"] == 50e6
-    assert samples[prefix + "link_rtt_seconds", "p", "p-0"] == 0.01
-    assert samples[prefix + "link_ready", "p", "p-0"] == 1
-    assert samples[prefix + "link_queueing_seconds", "p", "p-0"] == 0.02
-    assert samples[prefix + "link_rate_bytes_per_second", "p", "p-0"] == 4e6
-    assert samples[prefix + "link_stalled_seconds", "d", "p", "p-0"] == 0.0
+    assert samples[prefix + "link_goodput_bytes_per_second", "d-0", "p", "p-0"] == 50e6
+    assert samples[prefix + "link_rtt_seconds", "d-0", "p", "p-0"] == 0.01
+    assert samples[prefix + "link_ready", "d-0", "p", "p-0"] == 1
+    assert samples[prefix + "link_queueing_seconds", "d-0", "p", "p-0"] == 0.02
+    assert samples[prefix + "link_rate_bytes_per_second", "d-0", "p", "p-0"] == 4e6
+    assert samples[prefix + "link_stalled_seconds", "d", "d-0", "p", "p-0"] == 0.0
     limits = {key[1:]: value for key, value in samples.items() if "link_limit" in key[0]}
     assert {tuple(sorted(key)) for key, value in limits.items() if value} == {
-        tuple(sorted(("d", "p", "p-0", "link"))),
-        tuple(sorted(("p", "p", "p-0", "receiver"))),
+        tuple(sorted(("d", "d-0", "p", "p-0", "link"))),
+        tuple(sorted(("d-0", "p", "p", "p-0", "receiver"))),
     }
     assert len(limits) == 8
     assert samples[prefix + "cache_events", "d-0"] == 1

@@ -22,18 +22,18 @@ def test_a_local_dispatch_counts_until_a_clearly_younger_load() -> None:
 
 def test_a_remote_dispatch_counts_at_p_and_on_the_link_apart() -> None:
     ledger = SentLedger(0.25)
-    ledger.add_remote("t1", P, 500, raw_bytes=5000, wire_bytes=4000, now=1.0)
+    ledger.add_remote("t1", D, P, 500, raw_bytes=5000, wire_bytes=4000, now=1.0)
     assert ledger.unshown(P) == Unshown(500, 1, 5000, 4000)
     ledger.shown_by_d("t1")
     assert ledger.unshown(P) == Unshown(tokens=500, requests=1)
-    assert ledger.raw_bytes() == 0
+    assert ledger.raw_bytes(D) == 0
     ledger.shown_by_p("t1")
     assert ledger.unshown(P) == Unshown()
 
 
 def test_p_may_show_it_first() -> None:
     ledger = SentLedger(0.25)
-    ledger.add_remote("t1", P, 500, 5000, 4000, now=1.0)
+    ledger.add_remote("t1", D, P, 500, 5000, 4000, now=1.0)
     ledger.shown_by_p("t1")
     assert ledger.unshown(P) == Unshown(raw_bytes=5000, wire_bytes=4000)
     ledger.finish("t1")
@@ -44,15 +44,15 @@ def test_eight_dispatches_in_one_interval_add_up_where_they_went() -> None:
     """Case 42: nothing is shown yet, and yet the ninth sees all eight."""
     ledger = SentLedger(0.25)
     for i in range(8):
-        ledger.add_remote(f"t{i}", P if i % 2 else Q, 100, 1000, 800, now=1.0)
+        ledger.add_remote(f"t{i}", D, P if i % 2 else Q, 100, 1000, 800, now=1.0)
     assert ledger.unshown(P) == Unshown(400, 4, 4000, 3200)
     assert ledger.unshown(Q) == Unshown(400, 4, 4000, 3200)
-    assert ledger.raw_bytes() == 8000
+    assert ledger.raw_bytes(D) == 8000
 
 
 def test_ids_of_others_and_repeats_change_nothing() -> None:
     ledger = SentLedger(0.25)
-    ledger.add_remote("t1", P, 500, 5000, 4000, now=1.0)
+    ledger.add_remote("t1", D, P, 500, 5000, 4000, now=1.0)
     for _ in range(2):
         ledger.shown_by_p("t1")
         ledger.shown_by_d("not-ours")
@@ -73,7 +73,7 @@ def test_whatever_happens_the_sums_return_to_nothing() -> None:
         key, place = random.choice(keys), random.choice([P, Q])
         random.choice([
             lambda k=key: ledger.add_local(k, D, random.randrange(100), random.random()),
-            lambda k=key, p=place: ledger.add_remote(k, p, random.randrange(100), 10, 8, 0.5),
+            lambda k=key, p=place: ledger.add_remote(k, D, p, random.randrange(100), 10, 8, 0.5),
             lambda k=key: ledger.shown_by_p(k),
             lambda k=key: ledger.shown_by_d(k),
             lambda: ledger.load_reported(D, random.random()),

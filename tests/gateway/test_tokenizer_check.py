@@ -31,7 +31,7 @@ async def check_against(
     async with scripted_engine(MODEL, tokenize) as engine:
         upstream = HttpUpstream(engine.url + path, "d-0", Limits())
         tokeniser = Tokeniser(tokenizer or ByteTokenizer(), 1000)
-        check = TokenizerCheck(tokeniser, upstream, every, Limits())
+        check = TokenizerCheck(tokeniser, lambda: upstream, every, Limits())
         try:
             yield check
         finally:

@@ -11,7 +11,7 @@ import pytest
 from gateway.upstream import HttpUpstream
 from prfaas.errors import EngineUnavailable
 from prfaas.limits import Limits
-from prfaas.testing.gateway_setup import MODEL, completion, until
+from prfaas.testing.gateway_setup import ENGINE, MODEL, completion, until
 from prfaas.testing.scripted_engine import Script, scripted_engine
 
 PATH = "/v1/completions"
@@ -111,7 +111,7 @@ async def test_health_is_a_200_in_time() -> None:
 async def test_no_engine_at_all_is_a_502(make_cluster: Any) -> None:
     async with make_cluster() as cluster:
         nowhere = HttpUpstream("http://127.0.0.1:9", "d-0", Limits())
-        cluster.gateway.generation._upstream = nowhere
+        cluster.gateway.engines[ENGINE].upstream = nowhere
         status, answer, _ = await cluster.post(completion())
         assert status == 502
         assert answer["error"]["message"] == "engine d-0 cannot be reached"

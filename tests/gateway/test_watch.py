@@ -61,7 +61,7 @@ async def test_state_and_changes_arrive() -> None:
     outcomes: list[Outcome] = []
     async with agent_at_d() as agent, following(agent.address, outcomes.append) as view:
         await until(lambda: view.feeds[ENGINE].connected, "the full event")
-        snapshot = view.snapshot({16: CHAIN})
+        snapshot = view.snapshot(ENGINE, {16: CHAIN})
         assert snapshot.local.matched_tokens == 32
         assert snapshot.local.load.queue_tokens == 2000
         assert view.feeds[ENGINE].links
@@ -75,7 +75,7 @@ async def test_state_and_changes_arrive() -> None:
         agent.outcome(sent)
         await until(lambda: outcomes, "the outcome")
         assert outcomes == [sent]
-        snapshot = view.snapshot({16: CHAIN})
+        snapshot = view.snapshot(ENGINE, {16: CHAIN})
         assert snapshot.local.load.queue_tokens == 5
         assert snapshot.local.matched_tokens == 48
 
@@ -84,7 +84,7 @@ async def test_heartbeats_keep_the_feed_young() -> None:
     async with agent_at_d() as agent, following(agent.address) as view:
         await until(lambda: view.feeds[ENGINE].connected, "the full event")
         await asyncio.sleep(0.5)  # longer than the limit of silence
-        assert view.snapshot({}).local.load.age_s < 0.3
+        assert view.snapshot(ENGINE, {}).local.load.age_s < 0.3
         assert agent.streams == 1
 
 
@@ -122,11 +122,11 @@ async def test_an_agent_that_comes_back_is_found(caplog: pytest.LogCaptureFixtur
             await until(lambda: view.feeds[ENGINE].connected, "the first agent")
             await first.aclose()
             await until(lambda: not view.feeds[ENGINE].connected, "the loss to be noticed")
-            assert not view.local_cache_known()
+            assert not view.cache_known(ENGINE)
             port = int(agent.address.rsplit(":", 1)[1])
             async with scripted_agent(d_engine(epoch="d2"), (link(),), port=port):
                 await until(lambda: view.feeds[ENGINE].engine.epoch == "d2", "the second agent")
-                assert view.local_cache_known()
+                assert view.cache_known(ENGINE)
     assert "lost the feed of d-0" in caplog.text
 
 
@@ -168,7 +168,7 @@ async def test_certificates_that_change_cost_no_moment_of_the_feed(tmp_path: Pat
             agent.change(queue_tokens=streams)
             await until(lambda n=streams: view.feeds[ENGINE].engine.queue_tokens == n, "events")
         assert lost == []
-        assert view.snapshot({}).local.load.age_s < 0.3
+        assert view.snapshot(ENGINE, {}).local.load.age_s < 0.3
         del view.disconnected
 
 

@@ -1,0 +1,122 @@
+"""Breakers of all engines, instances and links of one gateway, and whose fault a failure was."""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gateway.breaker import Breaker, BreakerState
+from prfaas.clock import Clock
+from prfaas.errors import (
+    CorruptKv,
+    EngineUnavailable,
+    IncompatibleLayout,
+    PeerUnavailable,
+    PrefillTimeout,
+    PrfaasError,
+    ProtocolError,
+    SessionLost,
+)
+from prfaas.snapshot import Outcome
+
+
+class Blame(enum.StrEnum):
+    """Whose fault a failed remote prefill was."""
+
+    INSTANCE = "instance"
+    """P's engine or agent: whoever asks it fails."""
+    LINK = "link"
+    """The way between one D and that instance."""
+    NOBODY = "nobody"
+    """D's own, the request's, or a refusal that says when to come back."""
+
+
+_INSTANCE = frozenset(
+    {
+        PrfaasError.kind,
+        EngineUnavailable.kind,
+        IncompatibleLayout.kind,
+        ProtocolError.kind,
+        SessionLost.kind,
+        f"{PrefillTimeout.kind}_first_frame",
+    }
+)
+_LINK = frozenset(
+    {
+        PeerUnavailable.kind,
+        CorruptKv.kind,
+        *(f"{PrefillTimeout.kind}_{phase}" for phase in ("connect", "queue", "progress")),
+    }
+)
+
+
+def blame_of(reason: str) -> Blame:
+    """Of an outcome's reason (docs/errors.md)."""
+    if reason in _INSTANCE:
+        return Blame.INSTANCE
+    return Blame.LINK if reason in _LINK else Blame.NOBODY
+
+
+@dataclass(frozen=True, slots=True)
+class BreakerInfo:
+    """One breaker as `/prfaas/cluster` and metrics show it."""
+
+    what: str
+    """`engine`, `instance` or `link`."""
+    name: str
+    """The engine's, `peer/instance`, or `engine>peer/instance`."""
+    state: BreakerState
+    opened: int
+    """How often it has opened."""
+
+
+class Breakers:
+    """Owns one breaker for each engine, instance and link that was used; nothing to close.
+
+    An engine is judged by its own answers. A remote prefill that failed is held against the
+    instance or the link, never against the engine it was for.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.engines: dict[str, Breaker] = defaultdict(lambda: Breaker(clock))
+        self._instances: dict[str, Breaker] = defaultdict(lambda: Breaker(clock))
+        self._links: dict[tuple[str, str], Breaker] = defaultdict(lambda: Breaker(clock))
+
+    def allows_remote(self, engine: str, place: str) -> bool:
+        """Whether a request for `engine` may be prefilled at `place` (`peer/instance`)."""
+        instance, link = self._instances.get(place), self._links.get((engine, place))
+        return (instance is None or instance.allows) and (link is None or link.allows)
+
+    def sent_remote(self, engine: str, place: str) -> None:
+        """The first of a plan: what waits for a trial has one."""
+        for breaker in (self._instances.get(place), self._links.get((engine, place))):
+            if breaker is not None:
+                breaker.sent()
+
+    def outcome(self, engine: str, outcome: Outcome) -> None:
+        """Hold what D's agent reports against those whose fault it was."""
+        tried = list(outcome.tried)
+        if outcome.status == "aborted" or not tried:
+            return
+        last = tried.pop()
+        for place in tried:  # of these only that they failed is known
+            self._links[engine, place].failed()
+        blame = blame_of(outcome.reason)
+        if not outcome.reason or outcome.status == "staged":
+            self._instances[last].succeeded()
+            self._links[engine, last].succeeded()
+        elif blame is Blame.INSTANCE:
+            self._instances[last].failed()
+        elif blame is Blame.LINK:
+            self._links[engine, last].failed()
+
+    def infos(self) -> Iterator[BreakerInfo]:
+        """Those that were ever used for something."""
+        for name, breaker in self.engines.items():
+            yield BreakerInfo("engine", name, breaker.state, breaker.opened)
+        for name, breaker in self._instances.items():
+            yield BreakerInfo("instance", name, breaker.state, breaker.opened)
+        for (engine, place), breaker in self._links.items():
+            yield BreakerInfo("link", f"{engine}>{place}", breaker.state, breaker.opened)

@@ -1,0 +1,52 @@
+"""Which decode engine a request goes to: the one where its first token would come first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prfaas.snapshot import LocalEngine
+
+REQUEST_TOKENS = 250
+"""At an engine of unknown speed a request in the way weighs as much as so many to prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOption:
+    """One engine as a choice for one request."""
+
+    local: LocalEngine
+    recent_tokens: int = 0
+    """Of the prompt, sent there of late: cached or soon to be."""
+    usable: bool = True
+    """It answers, is not draining, and its breaker is closed or waits for a trial."""
+
+
+def rank_engines(
+    options: Sequence[EngineOption], prompt_tokens: int, key: str
+) -> list[EngineOption]:
+    """Engines in the order in which to try them; the unusable ones last, for want of better.
+
+    Engines of known speed are compared by the time to work off what waits there and then this
+    prompt, of which the cached part costs nothing; and once more by this prompt's own time, for
+    others will wait for it. So what shares a prefix stays together, unless that is much slower.
+    Engines of unknown speed are compared by what is not cached there and how many requests they
+    have, and what ties is spread by `key`.
+    """
+    known = all(option.local.curve.known for option in options if option.usable)
+
+    def cost(option: EngineOption) -> tuple[bool, float, float, bytes]:
+        local = option.local
+        load = local.load
+        cached = min(max(local.matched_tokens, option.recent_tokens), prompt_tokens)
+        busy = load.running + load.waiting + load.sent_requests
+        spread = hashlib.blake2b(f"{key}/{local.name}".encode(), digest_size=8).digest()
+        if known and local.curve.known:
+            ahead_s = local.curve.seconds(load.queue_tokens + load.sent_tokens)
+            own_s = local.curve.seconds(prompt_tokens - cached, cached)
+            return (not option.usable, round(ahead_s + 2 * own_s, 3), busy, spread)
+        waiting = busy * REQUEST_TOKENS + prompt_tokens - cached
+        return (not option.usable, waiting, busy, spread)
+
+    return sorted(options, key=cost)

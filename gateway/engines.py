@@ -1,0 +1,185 @@
+"""The decode engines of one gateway: health, breakers, and which one takes a request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+
+from gateway.cluster_view import ClusterView
+from gateway.engine_choice import EngineOption, rank_engines
+from gateway.engine_probe import EngineProbe
+from gateway.recent_prefixes import RecentPrefixes
+from gateway.tokenise import Chains
+from gateway.upstream import Upstream
+from prfaas.clock import Clock
+from prfaas.hashing import BlockHash
+from prfaas.limits import Limits
+
+logger = logging.getLogger(__name__)
+
+SLOW_START_S = 10.0
+SLOW_START_PER_S = 4.0
+"""An engine that has just come back gets one request at once, and so many more with each second:
+its caches are cold, and what waits for it would come all at once."""
+
+
+class Engine:
+    """One decode engine as the gateway sees it; borrows its upstream."""
+
+    def __init__(
+        self,
+        name: str,
+        upstream: Upstream,
+        limits: Limits,
+        clock: Clock,
+        on_change: Callable[[Engine], None],
+    ) -> None:
+        self.name = name
+        self.upstream = upstream
+        self.in_flight = 0
+        """Requests of this gateway there."""
+        self._clock = clock
+        self._on_change = on_change
+        self._back_at: float | None = None
+        self.probe = EngineProbe(upstream, limits.control_timeout_s, self._changed)
+
+    def __repr__(self) -> str:
+        return f"<Engine {self.name} up={self.probe.reachable} in_flight={self.in_flight}>"
+
+    @property
+    def has_room(self) -> bool:
+        """False while it starts slowly and has what it may have."""
+        if self._back_at is None:
+            return True
+        age_s = self._clock.now() - self._back_at
+        return age_s > SLOW_START_S or self.in_flight < 1 + SLOW_START_PER_S * age_s
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """While a request is there."""
+        self.in_flight += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+
+    def came_back(self) -> None:
+        """It failed, and does not any more."""
+        self._back_at = self._clock.now()
+
+    def _changed(self, reachable: bool) -> None:
+        logger.info("engine %s is %s", self.name, "reachable" if reachable else "not reachable")
+        if reachable and self.probe.losses:
+            self.came_back()
+        self._on_change(self)
+
+
+class Engines:
+    """Owns the engines' probes while `run` runs, and what was sent to whom; borrows the rest."""
+
+    def __init__(
+        self,
+        upstreams: dict[str, Upstream],
+        view: ClusterView,
+        limits: Limits,
+        clock: Clock,
+        on_change: Callable[[Engine], None],
+    ) -> None:
+        self._view = view
+        self.breakers = view.breakers
+        self.recent = RecentPrefixes(clock)
+        self._engines = {
+            name: Engine(name, upstream, limits, clock, on_change)
+            for name, upstream in upstreams.items()
+        }
+
+    def __iter__(self) -> Iterator[Engine]:
+        return iter(self._engines.values())
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def __getitem__(self, name: str) -> Engine:
+        return self._engines[name]
+
+    @property
+    def reachable(self) -> bool:
+        """One of them answers."""
+        return any(engine.probe.reachable for engine in self)
+
+    def any_upstream(self) -> Upstream:
+        """Of an engine that answers, where one does."""
+        up = next((engine for engine in self if engine.probe.reachable), None)
+        return (up or next(iter(self))).upstream
+
+    async def run(self) -> None:
+        """Probe all of them until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for engine in self:
+                group.create_task(engine.probe.run())
+
+    def choose(
+        self, chains: Chains, prompt_tokens: int, key: str, tried: Collection[str] = ()
+    ) -> Engine | None:
+        """The best one for a prompt that was not tried yet; None where there is none left.
+
+        Where none is usable it is the least bad: its answer says best what is wrong.
+        """
+        left = [engine for engine in self if engine.name not in tried]
+        if len(left) < 2:
+            return left[0] if left else None
+        chain = coarsest(chains)
+        options = [
+            EngineOption(
+                self._view.local(engine.name, chains),
+                self.recent.match(engine.name, chain[1]) * chain[0],
+                self.usable(engine),
+            )
+            for engine in left
+        ]
+        return self._engines[rank_engines(options, prompt_tokens, key)[0].local.name]
+
+    def usable(self, engine: Engine) -> bool:
+        """It answers, takes new requests, and has not failed of late."""
+        feed = self._view.feeds.get(engine.name)
+        return (
+            engine.probe.reachable
+            and engine.has_room
+            and not (feed is not None and feed.connected and feed.engine.draining)
+            and self.breakers.engines[engine.name].allows
+        )
+
+    def sent(self, engine: Engine, chains: Chains) -> int:
+        """A request goes there; how many tokens of it were sent there shortly before."""
+        self.breakers.engines[engine.name].sent()
+        if len(self._engines) < 2:
+            return 0
+        block_tokens, chain = coarsest(chains)
+        known = self.recent.match(engine.name, chain) * block_tokens
+        self.recent.sent(engine.name, chain)
+        return known
+
+    def failed(self, engine: Engine) -> None:
+        """It could not answer: no connection, a broken one, an error of its own."""
+        self.breakers.engines[engine.name].failed()
+
+    def unjudged(self, engine: Engine) -> None:
+        """The client left, or the request failed for another reason."""
+        self.breakers.engines[engine.name].unjudged()
+
+    def succeeded(self, engine: Engine) -> None:
+        """It answered, whatever it said."""
+        breaker = self.breakers.engines[engine.name]
+        if not breaker.is_closed:
+            engine.came_back()
+        breaker.succeeded()
+
+
+def coarsest(chains: Chains) -> tuple[int, tuple[BlockHash, ...]]:
+    """Block size in tokens and hashes of the chain with the fewest blocks; (0, ()) without any."""
+    if not chains:
+        return 0, ()
+    size = max(chains)
+    return size, tuple(chains[size])

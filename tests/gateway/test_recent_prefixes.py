@@ -1,0 +1,55 @@
+"""What was sent to an engine of late is expected there, for a while and within bounds."""
+
+from __future__ import annotations
+
+from gateway.recent_prefixes import RecentPrefixes
+
+A, B = "d-0", "d-1"
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    def __init__(self) -> None:
+        self.now_s = 1.0
+
+    def now(self) -> float:
+        return self.now_s
+
+    def wall(self) -> float:
+        return self.now_s
+
+
+def chain(*names: str) -> list[bytes]:
+    return [name.encode() for name in names]
+
+
+def test_leading_blocks_match_at_the_engine_they_were_sent_to() -> None:
+    recent = RecentPrefixes(Clock())
+    recent.sent(A, chain("a", "b", "c"))
+    assert recent.match(A, chain("a", "b", "x")) == 2
+    assert recent.match(A, chain("x", "b", "c")) == 0
+    assert recent.match(A, chain("a", "b", "c", "d")) == 3
+    assert recent.match(B, chain("a")) == 0
+    assert recent.match(A, []) == 0
+    recent.forget(A)
+    assert recent.match(A, chain("a")) == 0
+
+
+def test_they_are_forgotten_in_time() -> None:
+    clock = Clock()
+    recent = RecentPrefixes(clock, ttl_s=10)
+    recent.sent(A, chain("a", "b"))
+    clock.now_s += 9
+    recent.sent(A, chain("a"))
+    clock.now_s += 2
+    assert recent.match(A, chain("a", "b")) == 1
+
+
+def test_memory_is_bounded_and_shared_beginnings_stay_longest() -> None:
+    recent = RecentPrefixes(Clock(), max_blocks=10)
+    for at in range(50):
+        recent.sent(A, chain("system", "tools", f"{at}/1", f"{at}/2"))
+    assert recent.blocks(A) == 10
+    assert recent.match(A, chain("system", "tools")) == 2
+    assert recent.match(A, chain("system", "tools", "0/1")) == 2
