@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView
+from gateway.engines import Engines
 from gateway.metrics import GatewayMetrics, LiveSources
 from local_engine.metrics import EngineMetrics
 from local_engine.requests import EngineStats
@@ -75,13 +76,14 @@ def _gateway() -> CollectorRegistry:
     engine = {"name": "d-0", "url": "http://127.0.0.1:1", "agent": "127.0.0.1:2"}
     settings = load_settings(overrides={"gateway": {"engines": [engine]}})
     metrics = GatewayMetrics()
-    unasked: Any = SimpleNamespace(reachable=False, difference=None)
+    unasked: Any = SimpleNamespace(difference=None)
+    view = ClusterView(settings.gateway, settings.limits, SYSTEM_CLOCK)
     metrics.watch(
         LiveSources(
-            view=ClusterView(settings.gateway, settings.limits, SYSTEM_CLOCK),
+            view=view,
             admission=Admission(1),
             budget=FallbackBudget(1),
-            probe=unasked,
+            engines=Engines({}, view, settings.limits, SYSTEM_CLOCK, unasked),
             tokenizer_check=unasked,
             clock=SYSTEM_CLOCK,
         )
