@@ -152,6 +152,7 @@ def prefill(
 @click.option("--pin/--no-pin", default=True, show_default=True, help="One core for each engine.")
 @click.option("--once", is_flag=True, help="Show it and exit; non-zero if anything is off.")
 @click.option("--tls", is_flag=True, help="Mutual TLS between gateway and agents.")
+@click.option("--fleet", type=_FILE, help="Run the fleet of this file instead (docs/fleet.md).")
 def up(
     config: Path | None,
     model: Path | None,
@@ -160,8 +161,15 @@ def up(
     pin: bool,
     once: bool,
     tls: bool,
+    fleet: Path | None,
 ) -> None:
     """Run everything on this machine and show both paths of a request."""
+    if fleet is not None:
+        if config or model or tls:
+            raise click.UsageError("--fleet has its settings in its file: only --port and --once")
+        from prfaas.up.fleet_run import FleetOptions, run_fleet
+
+        sys.exit(run_fleet(FleetOptions(fleet, port, once)))
     from prfaas.up.main import UpOptions, run_up
 
     sys.exit(run_up(UpOptions(load_settings(config), model, port, threads, pin, once, tls)))

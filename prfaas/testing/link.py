@@ -405,6 +405,15 @@ async def _answer_probe(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
         writer.transport.abort()
 
 
+async def _forward(link: BendableLink, line: str) -> dict[str, object] | None:
+    """`forward HOST:PORT LISTEN`: one more port on the same line; None for another command."""
+    name, *words = line.split()
+    if name != "forward":
+        return None
+    host, _, port = words[0].rpartition(":")
+    return {"ok": True, "port": await link.forward(host, int(port), listen_port=int(words[1]))}
+
+
 def _command(link: BendableLink, line: str) -> dict[str, object]:
     """Carry out one control line and answer it."""
     name, *words = line.split()
@@ -462,8 +471,8 @@ async def _control(link: BendableLink, stop: asyncio.Event) -> None:
     try:
         while line := (await reader.readline()).decode():
             try:
-                answer = _command(link, line)
-            except (ValueError, IndexError) as exc:
+                answer = await _forward(link, line) or _command(link, line)
+            except (ValueError, IndexError, OSError) as exc:
                 answer = {"ok": False, "error": f"{line.strip()!r}: {exc}"}
             print(json.dumps(answer), flush=True)
     finally:

@@ -63,6 +63,10 @@ class LinkProcess:
     def shape(self) -> LinkShape:
         return self._shape
 
+    async def forward(self, host: str, port: int, *, listen_port: int = 0) -> int:
+        """Relay one more loopback port over the same line; which one it is."""
+        return int(str((await self._command(f"forward {host}:{port} {listen_port}"))["port"]))
+
     async def set_shape(self, shape: LinkShape) -> None:
         """Change rate and round trip; bytes already on the line keep their time."""
         await self._command(f"rate {shape.rate_bits_per_s}")

@@ -120,6 +120,10 @@ class ManagedProcess:
             await self.kill()
             raise
 
+    def pause(self, paused: bool) -> None:
+        """Freeze it, or let it go on."""
+        self._signal(signal.SIGSTOP if paused else signal.SIGCONT)
+
     async def kill(self) -> int:
         """End it now."""
         self._signal(signal.SIGKILL)

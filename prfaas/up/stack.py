@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
-from pydantic import BaseModel, SecretStr
 
 from prfaas.certs import make_certs
 from prfaas.settings import (
@@ -24,6 +21,7 @@ from prfaas.settings import (
     Settings,
     TlsSettings,
 )
+from prfaas.up.config_file import write_config
 from prfaas.up.process import ProcessSpec
 
 PEER, INSTANCE, ENGINE = "p", "p-0", "d-0"
@@ -260,16 +258,7 @@ class Stack:
     def _process(
         self, name: str, command: str, section: Mapping[str, Any], core: int | None = None
     ) -> ProcessSpec:
-        file = self.directory / f"{name}.yaml"
-        content = {
-            "config_version": self.plan.base.config_version,
-            "limits": self.plan.base.limits,
-            command: section,
-        }
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
-            yaml.safe_dump(_plain(content), out, sort_keys=False)
-        arguments = ("-m", "prfaas", command, "--config", str(file))
-        return ProcessSpec(name, arguments, self.directory / f"{name}.log", core)
+        return write_config(self.directory, name, command, self.plan.base, section, core)
 
 
 def free_ports(count: int) -> list[int]:
@@ -293,18 +282,3 @@ def engine_cores(pin: bool) -> tuple[int | None, int | None]:
 
 def _loopback(port: int) -> str:
     return f"127.0.0.1:{port}"
-
-
-def _plain(value: object) -> object:
-    """YAML's own types; secrets are written out, which is why the files are private."""
-    if isinstance(value, BaseModel):
-        return {name: _plain(item) for name, item in value}
-    if isinstance(value, SecretStr):
-        return value.get_secret_value()
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
-    return value

@@ -45,9 +45,22 @@ class Supervisor:
 
     async def stop(self, name: str) -> int | None:
         """Stop one process that is meant to end; its exit status."""
-        process = next(p for p in self._running if p.spec.name == name)
+        process = self.find(name)
         self._running.remove(process)
         return await process.stop(self._stop_grace_s)
+
+    async def kill(self, name: str) -> None:
+        """End one process at once, as a fault that is meant; `start` may start it again."""
+        process = self.find(name)
+        self._running.remove(process)
+        await process.kill()
+
+    def find(self, name: str) -> ManagedProcess:
+        """Raises KeyError where it does not run."""
+        for process in self._running:
+            if process.spec.name == name:
+                return process
+        raise KeyError(name)
 
     async def stop_all(self) -> dict[str, int | None]:
         """Stop what runs, last started first; statuses by name. Kills the rest if cancelled."""
