@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import logging
 import mmap
 import os
 import socket
@@ -34,6 +35,8 @@ from prfaas_connect.port.messages import (
     sizes,
 )
 from prfaas_connect.port.ring import RingAllocator
+
+log = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_S = 5.0
 
@@ -91,6 +94,8 @@ class EnginePort:
         self._lock = threading.Lock()
         self._backlogged = threading.Condition(self._lock)
         self._conn: _Connection | None = None
+        self._told = ""
+        """Why there is no connection, as the log has it."""
         self._reader = threading.Thread(target=self._read_loop, name="kvport-reader", daemon=True)
         self._writer = threading.Thread(target=self._write_loop, name="kvport-writer", daemon=True)
 
@@ -169,10 +174,11 @@ class EnginePort:
         while not self._stop.is_set():
             try:
                 conn = self._connect()
-            except (OSError, PortError):
+            except (OSError, PortError) as exc:
+                self._tell(str(exc) or type(exc).__name__)
                 self._stop.wait(self._reconnect_s)
                 continue
-            reason = "closed"
+            reason, self._told = "closed", ""
             with self._lock:
                 self._conn = conn
                 if self._stop.is_set():  # close() came while we were connecting
@@ -189,6 +195,12 @@ class EnginePort:
                 conn.sock.close()
                 self._handler.on_disconnected(reason)
             self._stop.wait(self._reconnect_s)
+
+    def _tell(self, reason: str) -> None:
+        """Each reason once. Ranks come and go with their engine, which tells for them."""
+        if reason != self._told and isinstance(self._hello, Hello):
+            log.warning("no agent at %s: %s", self._path, reason)
+        self._told = reason
 
     def _connect(self) -> _Connection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

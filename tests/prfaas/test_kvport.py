@@ -237,7 +237,9 @@ async def test_rubbish_on_the_socket_is_refused_and_the_next_engine_is_served(
     await agent.server.close()
 
 
-async def test_second_engine_is_refused_while_one_is_connected(tmp_path: Path) -> None:
+async def test_second_engine_is_refused_while_one_is_connected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     agent = Agent(tmp_path / "s")
     await agent.server.start()
     one = EnginePort(str(tmp_path / "s"), hello(), Recorder())
@@ -248,6 +250,9 @@ async def test_second_engine_is_refused_while_one_is_connected(tmp_path: Path) -
     await asyncio.sleep(0.1)
     assert not two.connected
     assert one.connected
+    assert [
+        each.message for each in caplog.records if each.name == "prfaas_connect.port.engine"
+    ] == [f"no agent at {tmp_path / 's'}: agent refused: another engine is connected"]
     await asyncio.to_thread(one.close)
     await asyncio.wait_for(agent.conns.get(), 5)
     await asyncio.to_thread(two.close)
