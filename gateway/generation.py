@@ -15,6 +15,7 @@ from gateway.cluster_view import ClusterView
 from gateway.dispatch import Dispatcher, new_key
 from gateway.keepalive import KeepaliveSink
 from gateway.metrics import GatewayMetrics
+from gateway.quality import quality_of, salt_of
 from gateway.records import RecordBook, RequestRecord, summary
 from gateway.relay import (
     EVENT_STREAM,
@@ -65,6 +66,7 @@ class Inbound:
     trace: Trace
     body: bytes = field(repr=False)
     salt_header: str = ""
+    quality_header: str = ""
     passed_headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -152,13 +154,16 @@ class Generation:
         self._check_model(parsed)
         record.body_bytes, record.stream = parsed.body_bytes, parsed.stream
         tenant = ""  # this version tells no clients apart
+        quality = quality_of(inbound.quality_header, self._settings)
+        record.kv_quality = quality
         salt = cache_salt(self._cache_secret, tenant, parsed.cache_salt or inbound.salt_header)
+        salt = salt_of(salt, quality)
 
         # 2. Template, tokenise and hash, unless it cannot be worth it.
         prompt = await self._prompt(parsed, salt)
 
         # 3. What is known of every place, as of now.
-        record.facts = self._facts(inbound, parsed, prompt)
+        record.facts = self._facts(inbound, parsed, prompt, quality)
         record.snapshot = self._view.snapshot(prompt.chains, self._budget.free_tokens)
 
         # 4. Decide.
@@ -279,13 +284,16 @@ class Generation:
     def _is_short(self, parsed: ParsedRequest) -> bool:
         return parsed.body_bytes <= self._settings.short_body_bytes
 
-    def _facts(self, inbound: Inbound, parsed: ParsedRequest, prompt: Prompt) -> RequestFacts:
+    def _facts(
+        self, inbound: Inbound, parsed: ParsedRequest, prompt: Prompt, quality: str
+    ) -> RequestFacts:
         short = self._is_short(parsed)
         return RequestFacts(
             request_id=inbound.request_id,
             prompt_tokens=prompt.tokens,
             max_tokens=parsed.max_tokens,
             features=parsed.features | prompt.features,
+            quality=quality,
             cache_known=self._view.local_cache_known() and (prompt.tokenised or short),
             short=short,
         )

@@ -52,7 +52,7 @@ def slow_stack(directory: Path, model: Path) -> Iterator[RunningStack]:
         model,
         base=load_settings(overrides={"limits": LIMITS}),
         gateway={"policy": {"name": "always_remote"}, "short_body_bytes": 0},
-        agent={"verify_import": True, "probe_bytes": 0},
+        agent={"verify_import": True, "probe_bytes": 0, "codecs": ["planes-zstd", "raw"]},
         d_engine={**ENGINE, "block_tokens": 64},
         p_engine={**ENGINE, "block_tokens": 16},
         link=LINK,
