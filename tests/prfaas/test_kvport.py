@@ -390,7 +390,7 @@ async def test_other_processes_of_an_engine_join_it_and_leave_with_it(tmp_path: 
 @pytest.mark.parametrize(
     "change", [{"connection": "of long ago"}, {"rank": 1}, {"rank": -1}, {"version": 2}]
 )
-async def test_a_process_of_no_connected_engine_is_refused(
+async def test_a_process_of_no_connected_engine_is_refused_and_gives_up(
     tmp_path: Path, change: dict[str, object]
 ) -> None:
     agent = Agent(tmp_path / "s")
@@ -404,10 +404,11 @@ async def test_a_process_of_no_connected_engine_is_refused(
         assert main.welcome is not None
         right = {"version": PORT_VERSION, "connection": main.welcome.connection, "rank": 0}
         join = Join(**(right | change))  # type: ignore[arg-type]
-        rank = EnginePort(str(tmp_path / "s"), join, rank_seen, reconnect_s=0.02)
+        rank = EnginePort(str(tmp_path / "s"), join, rank_seen, reconnect_s=0.01, max_refusals=3)
         rank.start()
         try:
-            await asyncio.sleep(0.1)
+            await asyncio.to_thread(rank._reader.join, 5)
+            assert not rank._reader.is_alive()
             assert not rank.connected
             assert not conn.ranks
             assert main.connected
