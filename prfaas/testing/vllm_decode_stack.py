@@ -34,6 +34,7 @@ def vllm_decode_process(
     max_context: int = 4096,
     kv_bytes: int = 64 << 20,
     core: str = "0",
+    eager: bool = True,
     options: Mapping[str, Any] | None = None,
     extra: Sequence[str] = (),
 ) -> ProcessSpec:
@@ -60,7 +61,8 @@ def vllm_decode_process(
         *("--core", core, "--", str(model)),
         *("--served-model-name", stack.plan.served_model_name),
         *("--dtype", dtype, "--block-size", str(block), "--max-model-len", str(max_context)),
-        *("--kv-cache-memory-bytes", str(kv_bytes), "--enforce-eager", "--max-num-seqs", "16"),
+        *("--kv-cache-memory-bytes", str(kv_bytes), *(("--enforce-eager",) if eager else ())),
+        *("--max-num-seqs", "16"),
         *("--kv-transfer-config", json.dumps(connector)),
         *("--kv-events-config", json.dumps(events)),
         *extra,
