@@ -44,7 +44,7 @@ def environment(core: str = "0") -> dict[str, str]:
 
 def _guard_of(group: int) -> subprocess.Popen[bytes]:
     """A process that kills the group once its input ends, as it does with this process."""
-    command = ("/bin/sh", "-c", 'read -r _; kill -9 -- "-$0"', str(group))
+    command = ("/bin/sh", "-c", 'read -r _; kill -s KILL -- "-$0"', str(group))
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
