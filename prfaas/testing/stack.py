@@ -60,9 +60,12 @@ class RunningStack:
         specs: tuple[ProcessSpec, ...],
         link: LinkProcess | None = None,
         metrics_ports: Mapping[str, int] | None = None,
+        *,
+        ready_timeout_s: float = READY_TIMEOUT_S,
     ) -> None:
         """`link`: the relay between D and P, not started yet. `metrics_ports`: of the agents."""
         self.stack = stack
+        self._ready_timeout_s = ready_timeout_s
         self.metrics_ports = metrics_ports or {}
         self._link = link
         self._metrics_urls = {
@@ -218,7 +221,7 @@ class RunningStack:
         wait_until(ready, timeout_s, "the link to be ready")
 
     def _run(self, coro: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coro, self._loop).result(READY_TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(coro, self._loop).result(self._ready_timeout_s)
 
     async def _start(self, names: list[str]) -> None:
         started = []
@@ -227,7 +230,7 @@ class RunningStack:
             self._processes[name] = process
             await process.start()
             started.append(process)
-        await asyncio.gather(*(process.wait_ready(READY_TIMEOUT_S) for process in started))
+        await asyncio.gather(*(process.wait_ready(self._ready_timeout_s) for process in started))
 
     async def _stop(self) -> dict[str, int | None]:
         statuses: dict[str, int | None] = {}

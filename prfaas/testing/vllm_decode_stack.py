@@ -12,6 +12,7 @@ from prfaas.settings import load_settings
 from prfaas.testing.link import LinkShape
 from prfaas.testing.link_process import LinkProcess
 from prfaas.testing.stack import RunningStack
+from prfaas.testing.vllm_server import READY_TIMEOUT_S
 from prfaas.up.process import ProcessSpec
 from prfaas.up.stack import Stack, StackPlan, free_ports
 
@@ -130,7 +131,13 @@ def vllm_decode_stack(
             },
         ),
     )
-    running = RunningStack(stack, specs, relay, {"d-agent": d_metrics, "p-agent": p_metrics})
+    running = RunningStack(
+        stack,
+        specs,
+        relay,
+        {"d-agent": d_metrics, "p-agent": p_metrics},
+        ready_timeout_s=READY_TIMEOUT_S,
+    )
     try:
         running.start()
         yield running

@@ -22,6 +22,8 @@ from types import FrameType
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PRFAAS_VLLM_VENV", ROOT / ".venv-vllm")) / "bin" / "python"
+READY_TIMEOUT_S = 300.0
+"""A start takes 40 s of CPU, as much again where it compiles, and two may start at once."""
 
 
 def vllm_is_here() -> bool:
