@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from signal import SIGCONT, Signals
 from typing import Any, TypeVar
@@ -234,8 +234,10 @@ class RunningStack:
 
     async def _stop(self) -> dict[str, int | None]:
         statuses: dict[str, int | None] = {}
-        for name in reversed(list(self._processes)):
-            statuses[name] = await self._processes.pop(name).stop(STOP_GRACE_S)
+        gateways = [name for name in self._processes if name.startswith("gateway")]
+        for names in (gateways, [name for name in self._processes if name not in gateways]):
+            stopping = [self._processes.pop(name).stop(STOP_GRACE_S) for name in names]
+            statuses |= zip(names, await asyncio.gather(*stopping), strict=True)
         if self._link is not None:
             await self._link.__aexit__()
         return statuses
@@ -279,7 +281,7 @@ def running_stack(
     directory.mkdir(mode=0o700, exist_ok=True)
     plan = StackPlan(base or load_settings(), model, "test-model", threads=1, pin=False, tls=tls)
     stack = Stack.create(plan, directory)
-    d_metrics, p_metrics, link_port = free_ports(3)
+    d_metrics, p_metrics, link_port = free_ports(3, but=astuple(stack.ports))
     relay = None
     if link is not None:
         relay = LinkProcess("127.0.0.1", stack.ports.p_agent, link, listen_port=link_port)
