@@ -85,7 +85,7 @@ class Dispatcher:
             transfer_id=record.transfer_id,
             plan=tuple(PlanStep(peer, instance) for peer, instance in decision.plan),
             on_failure=record.on_failure,
-            quality="exact",
+            quality=record.kv_quality,
             deadline_s=min(self._limits.transfer_timeout_s, self._limits.request_timeout_s),
             salt=salt,
             expires=self._clock.wall() + self._settings.transfer_ttl_s,

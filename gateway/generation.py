@@ -16,6 +16,7 @@ from gateway.dispatch import Dispatcher, new_key
 from gateway.engines import Engine, Engines
 from gateway.keepalive import KeepaliveSink
 from gateway.metrics import GatewayMetrics
+from gateway.quality import quality_of, salt_of
 from gateway.records import RecordBook, RequestRecord, summary
 from gateway.relay import (
     EVENT_STREAM,
@@ -72,6 +73,7 @@ class Inbound:
     trace: Trace
     body: bytes = field(repr=False)
     salt_header: str = ""
+    quality_header: str = ""
     passed_headers: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -161,7 +163,10 @@ class Generation:
         self._check_model(parsed)
         record.body_bytes, record.stream = parsed.body_bytes, parsed.stream
         tenant = ""  # this version tells no clients apart
+        quality = quality_of(inbound.quality_header, self._settings)
+        record.kv_quality = quality
         salt = cache_salt(self._cache_secret, tenant, parsed.cache_salt or inbound.salt_header)
+        salt = salt_of(salt, quality)
 
         # 2. Template, tokenise and hash, unless it cannot be worth it.
         prompt = await self._prompt(parsed, salt)
@@ -243,7 +248,7 @@ class Generation:
         record: RequestRecord,
     ) -> WholeAnswer | Relayed:
         # 3. What is known of every place, as of now.
-        record.facts = self._facts(inbound, parsed, prompt, engine.name)
+        record.facts = self._facts(record, parsed, prompt, engine.name)
         record.snapshot = self._view.snapshot(engine.name, prompt.chains, self._budget.free_tokens)
 
         # 4. Decide.
@@ -362,14 +367,15 @@ class Generation:
         return parsed.body_bytes <= self._settings.short_body_bytes
 
     def _facts(
-        self, inbound: Inbound, parsed: ParsedRequest, prompt: Prompt, engine: str
+        self, record: RequestRecord, parsed: ParsedRequest, prompt: Prompt, engine: str
     ) -> RequestFacts:
         short = self._is_short(parsed)
         return RequestFacts(
-            request_id=inbound.request_id,
+            request_id=record.request_id,
             prompt_tokens=prompt.tokens,
             max_tokens=parsed.max_tokens,
             features=parsed.features | prompt.features,
+            quality=record.kv_quality,
             cache_known=self._view.cache_known(engine) and (prompt.tokenised or short),
             short=short,
         )

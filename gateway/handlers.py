@@ -18,6 +18,7 @@ from gateway.cluster_view import ClusterView, describe
 from gateway.engines import Engines
 from gateway.generation import Generation, Inbound
 from gateway.metrics import GatewayMetrics
+from gateway.quality import QUALITY_HEADER
 from gateway.records import RecordBook, detail, summary
 from gateway.relay import WholeAnswer
 from gateway.schema import Api
@@ -115,6 +116,7 @@ class Handlers:
             trace=trace_of(request.headers.get("traceparent")),
             body=await self._body(request),
             salt_header=request.headers.get("x-cache-salt", ""),
+            quality_header=request.headers.get(QUALITY_HEADER, ""),
             passed_headers=_passed_headers(request),
         )
         try:

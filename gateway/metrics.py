@@ -76,6 +76,9 @@ class GatewayMetrics:
         self.offloaded_tokens = self._counter("offloaded_tokens", "Uncached tokens sent to peers.")
         self.kv_raw_bytes = self._counter("kv_raw_bytes", "KV received from peers, decoded.")
         self.kv_wire_bytes = self._counter("kv_wire_bytes", "KV received from peers, as sent.")
+        self.kv_quality = self._counter(
+            "kv_quality_transfers", "Transfers that brought KV, by its quality class.", "quality"
+        )
         self.ttft = self._histogram("ttft_seconds", "To the first event of a stream.", TTFT_BUCKETS)
         self.itl = self._histogram("itl_seconds", "Between two events of a stream.", ITL_BUCKETS)
         self.e2e = self._histogram("e2e_seconds", "To the end of the answer.", E2E_BUCKETS)
@@ -103,6 +106,8 @@ class GatewayMetrics:
         self.outcomes.labels(word(outcome.status)).inc()
         self.kv_raw_bytes.inc(outcome.raw_bytes)
         self.kv_wire_bytes.inc(outcome.wire_bytes)
+        if outcome.quality:
+            self.kv_quality.labels(word(outcome.quality)).inc()
         if outcome.status in FELL_BACK and outcome.reason != PREFIX_AT_D:
             self.fallbacks.labels(word(outcome.reason)).inc()
 

@@ -40,6 +40,8 @@ class RequestRecord:
     policy: str = ""
     policy_state: object = None
     decision: Decision | None = None
+    kv_quality: str = "exact"
+    """Class that KV from a peer may have."""
     on_failure: str = ""
     """What the agent was told: `local` where the fallback budget granted it."""
     status: str = ""
@@ -133,6 +135,7 @@ def summary(record: RequestRecord) -> Mapping[str, Any]:
         "engine": record.engine,
         "tried": record.tried,
         "target": record.target,
+        "kv_quality": record.kv_quality,
         "decision": record.decision,
         "on_failure": record.on_failure or None,
         "status": record.status or None,

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from local_engine.kv.pool import KvPool
-from local_engine.requests import EngineRequest, FinishReason, RequestTimings, TokenEvent
+from local_engine.penalties import History, penalises
+from local_engine.requests import (
+    EngineRequest,
+    FinishReason,
+    RequestTimings,
+    TokenEvent,
+    TokenLogprobs,
+)
 from local_engine.sampler import TokenDraw
 from local_engine.sequence import Sequence
 from local_engine.stream import TokenStream
@@ -38,9 +45,11 @@ class Answer(Sequence):
         self.stream = stream
         self.kv_status = ""
         self.kv_reason = ""
+        self.kv_quality = ""
         self.imported_tokens = 0
         self.submitted_at = now
         self._seed = seed
+        self._history: History | None = None
         self._stop_ids = request.sampling.stop_token_ids
         if not request.sampling.ignore_eos:
             self._stop_ids = self._stop_ids | eos_ids
@@ -61,7 +70,13 @@ class Answer(Sequence):
 
     def next_draw(self) -> TokenDraw:
         """How its next token is drawn."""
-        return TokenDraw(self.request.sampling, self._seed, self.generated)
+        params, history = self.request.sampling, None
+        if penalises(params):
+            if self._history is None:
+                self._history = History(self.tokens[: self.prompt_tokens])
+            history = self._history
+            history.add(self.tokens[self.prompt_tokens + history.answered :])
+        return TokenDraw(params, self._seed, self.generated, history)
 
     def finish_reason(self) -> FinishReason | None:
         """Whether the newest token ends the answer."""
@@ -86,6 +101,7 @@ class Answer(Sequence):
         token_ids: tuple[int, ...],
         finish_reason: FinishReason | None = None,
         error: PrfaasError | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> TokenEvent:
         """What the client is told now."""
         return TokenEvent(
@@ -95,7 +111,9 @@ class Answer(Sequence):
             imported_tokens=self.imported_tokens,
             kv_status=self.kv_status,
             kv_reason=self.kv_reason,
+            kv_quality=self.kv_quality,
             error=error,
+            logprobs=logprobs,
             timings=RequestTimings(
                 queue_s=_between(self.submitted_at, self.started_at),
                 kv_wait_s=_between(self.fetched_at, self.staged_at),

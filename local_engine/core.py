@@ -16,7 +16,7 @@ from local_engine.kv_export import Export, ExportLimits, ExportRefused, KvExport
 from local_engine.kv_import import KvImporter
 from local_engine.port import KvPort
 from local_engine.profile import MovingMean, PrefillFit
-from local_engine.requests import EngineStats, FinishReason
+from local_engine.requests import EngineStats, FinishReason, TokenLogprobs
 from local_engine.runner import DecodeRow, LayerDone, ModelRunner, PrefillChunk
 from local_engine.scheduler import Scheduler
 from local_engine.sequence import Phase, Sequence
@@ -281,21 +281,22 @@ class EngineCore:
             for seq in batch
         ]
         started = self._clock.now()
-        tokens = self._runner.decode(rows)
+        drawn = self._runner.decode(rows)
         now = self._clock.now()
         self._decode_step.observe(now - started)
-        self._generated_tokens += len(tokens)
-        for answer, token in zip(batch, tokens, strict=True):
+        self._generated_tokens += len(drawn)
+        for answer, one in zip(batch, drawn, strict=True):
             if answer.first_token_at is None:
                 answer.started(started)
                 answer.first_token_at = now
                 self._admission.started(answer.name)
                 self._count_prompt(answer.prompt_tokens, answer.cached_tokens, answer)
-            self._scheduler.decoded(answer, token)
+            self._scheduler.decoded(answer, one.token_id)
             reason = answer.finish_reason()
             if reason is not None:
                 self._leave(answer, reason.value)
-            self._push(answer, (token,), reason)
+            logprobs = () if one.logprobs is None else (one.logprobs,)
+            self._push(answer, (one.token_id,), reason, logprobs=logprobs)
         return True
 
     def _count_prompt(self, tokens: int, cached: int, answer: Answer | None = None) -> None:
@@ -311,8 +312,9 @@ class EngineCore:
         token_ids: tuple[int, ...],
         reason: FinishReason | None = None,
         error: PrfaasError | None = None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
     ) -> None:
-        answer.stream.push(answer.event(token_ids, reason, error))
+        answer.stream.push(answer.event(token_ids, reason, error, logprobs))
         self.touched.append(answer.stream)
         if answer.stream.full and answer.phase is not Phase.DONE:
             answer.paused = True

@@ -160,6 +160,7 @@ class KvImporter:
                 self._go_local(answer, "bad_staging")
                 return None
             answer.kv_status, answer.kv_reason = message.status, message.reason
+            answer.kv_quality = message.quality
             self._scheduler.staged(answer)
             return None
         self._forget(transfer)

@@ -21,6 +21,7 @@ from local_engine.kv.pool import KvPool
 from local_engine.kv.table import BlockTable
 from local_engine.paced_profile import PacedModel, PacedProfile
 from local_engine.runner import DecodeRow, LayerDone, PrefillChunk
+from local_engine.sampler import Drawn
 from prfaas.clock import SYSTEM_CLOCK, Clock
 from prfaas.errors import ConfigError
 from prfaas.tokens import Tokenizer
@@ -63,7 +64,7 @@ class PacedRunner:
     """A `ModelRunner` that sleeps; its owner drops it, nothing to close.
 
     `token_ids` are what answers are made of. How tokens would be drawn is not looked at: an answer
-    is a function of the prompt.
+    is a function of the prompt, and has no log-probabilities.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class PacedRunner:
                 on_layer(layer)
         self.late_s += step.late_s
 
-    def decode(self, rows: Sequence[DecodeRow]) -> list[int]:
+    def decode(self, rows: Sequence[DecodeRow]) -> list[Drawn]:
         context = sum(row.position + 1 for row in rows)
         step = self._begin(self._profile.decode.seconds(len(rows), context))
         tokens = [row.token_id for row in rows]
@@ -105,7 +106,7 @@ class PacedRunner:
         for layer, stored in enumerate(self._pool.layers):
             kv = self._kv.values(layer, tokens, positions)
             stored.index_copy_(1, slots, kv.to(stored.device, stored.dtype))
-        drawn = [self._next_token(row.table, row.position) for row in rows]
+        drawn = [Drawn(self._next_token(row.table, row.position)) for row in rows]
         step.wait(1.0)
         self.late_s += step.late_s
         return drawn

@@ -21,8 +21,10 @@ class FinishReason(enum.StrEnum):
 class SamplingParams:
     """How the answer is drawn; OpenAI's names and meanings.
 
-    `temperature` 0 is greedy. `top_p` 1 and `top_k` 0 are off. Without `seed` the engine draws one.
-    `stop_token_ids` end the answer besides the model's own end tokens, which `ignore_eos` disables.
+    `temperature` 0 is greedy. `top_p` 1, `top_k` 0 and `min_p` 0 are off. Without `seed` the engine
+    draws one. `stop_token_ids` end the answer besides the model's own end tokens, which
+    `ignore_eos` disables. `logit_bias`: (token, what is added to its logit), each token once.
+    `logprobs`: tell those of each token drawn and of so many most likely ones; None: of none.
     """
 
     max_tokens: int
@@ -32,6 +34,24 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one place: of the token drawn, and of the most likely ones.
+
+    The model's own: before temperature, biases, penalties and cuts. `top`: (token, logprob), the
+    most likely first.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +92,9 @@ class TokenEvent:
     A stop or end token is the last of `token_ids` (it counts as generated; do not show its text).
     `cached_tokens`: prompt tokens not computed here, from the prefix cache and imported together;
     `imported_tokens` is the imported share. Both are final from the first event on.
+    `logprobs`: one for each token, if the request asked for them.
     `kv_status` and `kv_reason`: the outcome of `kv_transfer_params` (`staged`, `partial`, `local`,
-    empty if none were given), and why it is not `staged`.
+    empty if none were given), and why it is not `staged`. `kv_quality`: class of what was imported.
     """
 
     token_ids: tuple[int, ...]
@@ -82,8 +103,10 @@ class TokenEvent:
     imported_tokens: int = 0
     kv_status: str = ""
     kv_reason: str = ""
+    kv_quality: str = ""
     error: PrfaasError | None = None
     timings: RequestTimings = RequestTimings()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def last(self) -> bool:

@@ -15,7 +15,7 @@ from local_engine.kv.states import NO_SLOT
 from local_engine.kv.table import BlockTable
 from local_engine.models.base import ForwardBatch, SeqSlice
 from local_engine.models.llama import LlamaModel
-from local_engine.sampler import TokenDraw, draw_tokens
+from local_engine.sampler import Drawn, TokenDraw, draw_tokens
 
 # Called with a layer's index as soon as the KV of the whole chunk in that layer is in the pool.
 LayerDone = Callable[[int], None]
@@ -56,7 +56,7 @@ class ModelRunner(Protocol):
     def prefill_chunk(self, chunk: PrefillChunk, on_layer: LayerDone | None = None) -> None:
         """Compute and store the chunk's KV in every layer. Draws no token."""
 
-    def decode(self, rows: Sequence[DecodeRow]) -> list[int]:
+    def decode(self, rows: Sequence[DecodeRow]) -> list[Drawn]:
         """Store the KV of every row's token and draw the token that follows each."""
 
 
@@ -78,7 +78,7 @@ class TorchRunner:
         if self._pool.device.type == "cuda":
             torch.cuda.synchronize(self._pool.device)  # The caller measures how long it took.
 
-    def decode(self, rows: Sequence[DecodeRow]) -> list[int]:
+    def decode(self, rows: Sequence[DecodeRow]) -> list[Drawn]:
         return draw_tokens(self.logits(rows), [row.draw for row in rows])
 
     def logits(self, rows: Sequence[DecodeRow]) -> Tensor:

@@ -1,7 +1,7 @@
-"""Drawing tokens from logits: greedy, temperature, top-k, top-p.
+"""Drawing tokens from logits: biases and penalties, temperature, top-k, top-p, min-p.
 
-A draw depends on nothing but the logits, the seed and the token's index in the answer, so it is the
-same in any batch and after a recomputation.
+A draw depends on nothing but the logits, the seed, and the tokens before it and how many they are,
+so it is the same in any batch and after a recomputation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from local_engine.requests import SamplingParams
+from local_engine.penalties import History, adjust
+from local_engine.requests import SamplingParams, TokenLogprobs
 
 # Enough for nearly every top-p; sorting a whole vocabulary costs milliseconds.
 _HEAD = 1024
@@ -23,20 +24,50 @@ _GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """One token to draw: its parameters, the request's seed, and its index in the answer."""
+    """One token to draw: its parameters, the request's seed, and its index in the answer.
+
+    `history` is there if the parameters penalise what was said before.
+    """
 
     params: SamplingParams
     seed: int
     index: int
+    history: History | None = None
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[int]:
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A token, and its log-probabilities if they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+def draw_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[Drawn]:
     """One token for each row of logits [rows, vocab], fp32."""
-    tokens: list[int] = logits.argmax(dim=-1).tolist()
-    for row, draw in enumerate(draws):
-        if draw.params.temperature >= _GREEDY_BELOW:
-            tokens[row] = _draw(logits[row], draw)
-    return tokens
+    best: list[int] = logits.argmax(dim=-1).tolist()
+    return [
+        _drawn(row_logits, draw, row_best)
+        for row_logits, draw, row_best in zip(logits, draws, best, strict=True)
+    ]
+
+
+def _drawn(logits: Tensor, draw: TokenDraw, best: int) -> Drawn:
+    """`best`: the token of the highest logit."""
+    adjusted = adjust(logits, draw.params, draw.history)
+    if draw.params.temperature >= _GREEDY_BELOW:
+        token = _draw(adjusted, draw)
+    else:
+        token = best if adjusted is logits else int(adjusted.argmax())
+    wanted = draw.params.logprobs
+    return Drawn(token, None if wanted is None else _logprobs(logits, token, wanted))
+
+
+def _logprobs(logits: Tensor, token: int, count: int) -> TokenLogprobs:
+    logprobs = torch.log_softmax(logits.float(), -1)
+    values, ids = torch.topk(logprobs, min(count, len(logprobs)))
+    top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    return TokenLogprobs(float(logprobs[token]), top)
 
 
 def uniform(seed: int, index: int) -> float:
@@ -49,11 +80,16 @@ def _draw(logits: Tensor, draw: TokenDraw) -> int:
     params = draw.params
     scaled = logits.double() / params.temperature
     if params.top_k <= 0 and params.top_p >= 1.0:
-        return _invert(torch.softmax(scaled, -1).cumsum(-1), draw)
+        everything = torch.softmax(scaled, -1)
+        if params.min_p > 0.0:
+            everything[everything < params.min_p * everything.max()] = 0.0
+        return _invert(everything.cumsum(-1), draw)
     probabilities, ids = _candidates(scaled, params)
     cumulative = probabilities.cumsum(-1)
     # The smallest set that reaches top_p: a token stays while those before it do not reach it.
     kept = max(1, int((cumulative - probabilities < params.top_p).sum()))
+    if params.min_p > 0.0:
+        kept = min(kept, int((probabilities >= params.min_p * probabilities[0]).sum()))
     return int(ids[_invert(cumulative[:kept], draw)])
 
 

@@ -17,6 +17,7 @@ from local_engine.kv.pool import KvPool
 from local_engine.kv.table import BlockTable
 from local_engine.requests import EngineRequest, SamplingParams, TokenEvent
 from local_engine.runner import DecodeRow, LayerDone, ModelRunner, PrefillChunk
+from local_engine.sampler import Drawn
 from local_engine.stream import TokenStream
 from prfaas.layout import GroupKind, KvLayout, LayerGroup
 from prfaas.limits import Limits
@@ -112,7 +113,7 @@ class ChainRunner:
                 self.on_layer(layer)
         self._pass(self.token_s * len(chunk.token_ids))
 
-    def decode(self, rows: Sequence[DecodeRow]) -> list[int]:
+    def decode(self, rows: Sequence[DecodeRow]) -> list[Drawn]:
         tokens = []
         for row in rows:
             state = _advance(self._state(row.table, row.position, row.state), row.token_id)
@@ -121,7 +122,7 @@ class ChainRunner:
                     self._store(row.table, row.position, place.index, [state])
                 else:
                     self._keep(place.index, row.state, state, row.position + 1)
-            tokens.append(state % CHAIN_VOCAB)
+            tokens.append(Drawn(state % CHAIN_VOCAB))
         self.batches.append(len(rows))
         self._pass(self.step_s)
         return tokens

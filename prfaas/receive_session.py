@@ -13,7 +13,7 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from prfaas.codecs import CodecSet
+from prfaas.codecs import CodecSet, Quality
 from prfaas.errors import CorruptKv, PrfaasError, ProtocolError
 from prfaas.frames import Frame, FrameFlag, FrameType
 from prfaas.layout import KvLayout
@@ -79,6 +79,14 @@ class Arrival:
         return bool(self.frame.flags & FrameFlag.APP_LIMITED)
 
 
+@dataclass(slots=True)
+class Carried:
+    """What one codec has carried, decoded and as it came."""
+
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+
+
 class ReceiveSession:
     """Checks frames, keeps the ledger, says what is missing, judges the seal."""
 
@@ -117,7 +125,9 @@ class ReceiveSession:
         """The sender's error, while FAILING."""
         self.credit_bytes = request.credit_bytes
         self._most_credit = request.credit_bytes
-        self._codecs = codecs
+        self._codecs = codecs.within(request.codecs, Quality(request.quality))
+        self.carried: dict[int, Carried] = {}
+        """What is verified, by the number of its codec."""
         self._received = SequenceSet()
         self._verified = SequenceSet()
         self._held = SequenceSet()
@@ -239,6 +249,9 @@ class ReceiveSession:
         self.unacked_bytes += frame.wire_bytes
         piece = arrival.piece
         self.ledger.commit(piece, digest, frame.raw_bytes)
+        carried = self.carried.setdefault(frame.codec, Carried())
+        carried.raw_bytes += frame.raw_bytes
+        carried.wire_bytes += len(frame.payload)
         if self._order is not None and self.ledger.holds(piece.chunk, piece.layer, piece.group):
             self._wanted.discard(self._order.number(piece))
         self._judge()

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -20,6 +28,10 @@ from pydantic_settings import (
 
 from prfaas.errors import ConfigError
 from prfaas.limits import Limits
+
+CodecName = Literal["near-channels", "int8", "exponent", "planes-zstd", "raw"]
+CODECS: tuple[CodecName, ...] = ("near-channels", "int8", "exponent", "planes-zstd", "raw")
+QualityName = Literal["exact", "near", "compact", "tight"]
 
 
 class Section(BaseModel):
@@ -220,6 +232,14 @@ class GatewaySettings(Section):
     trust_client_transfer_params: bool = Field(
         False, description="Relay `kv_transfer_params` sent by clients instead of stripping them."
     )
+    kv_quality: QualityName = Field(
+        "exact",
+        description="Class of the KV that requests get from peers where they name none "
+        "(`x-prfaas-kv-quality`).",
+    )
+    kv_quality_limit: QualityName = Field(
+        "compact", description="The worst class that a request may name; `tight` is opt-in."
+    )
     short_body_bytes: int = Field(
         1024, ge=0, description="Bodies up to this size stay local without being tokenised."
     )
@@ -230,6 +250,13 @@ class GatewaySettings(Section):
     )
     transfer_ttl_s: float = Field(30.0, gt=0, description="Life of signed transfer parameters.")
     tls: TlsSettings | None = Field(None, description="Mutual TLS of Watch; none: loopback only.")
+
+    @model_validator(mode="after")
+    def _the_default_is_allowed(self) -> Self:
+        order = get_args(QualityName)
+        if order.index(self.kv_quality) > order.index(self.kv_quality_limit):
+            raise ValueError(f"kv_quality {self.kv_quality} is worse than kv_quality_limit")
+        return self
 
 
 class EngineSettings(Section):
@@ -344,8 +371,15 @@ class AgentSettings(Section):
         10.0, gt=0, description="Idle time after which the link is probed."
     )
     codec_threads: int = Field(1, ge=1, description="Threads that decode.")
-    codecs: tuple[Literal["exponent", "planes-zstd", "raw"], ...] = Field(
-        ("planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
+    codecs: tuple[CodecName, ...] = Field(
+        CODECS,
+        min_length=1,
+        description="Codecs this agent speaks, as far as it was built with them.",
+    )
+    codec_calibration: Path | None = Field(
+        None,
+        description="File from `prfaas calibrate-kv`, the same at D and P; none: no codec that "
+        "needs one.",
     )
     window_bytes: int = Field(
         64 << 20,
@@ -382,8 +416,15 @@ class PrefillSettings(Section):
         1 << 30, gt=0, description="Encoded KV kept until it is acknowledged."
     )
     codec_threads: int = Field(1, ge=1, description="Threads that encode.")
-    codecs: tuple[Literal["exponent", "planes-zstd", "raw"], ...] = Field(
-        ("planes-zstd", "raw"), min_length=1, description="Codecs this agent speaks."
+    codecs: tuple[CodecName, ...] = Field(
+        CODECS,
+        min_length=1,
+        description="Codecs this agent speaks, as far as it was built with them.",
+    )
+    codec_calibration: Path | None = Field(
+        None,
+        description="File from `prfaas calibrate-kv`, the same at D and P; none: no codec that "
+        "needs one.",
     )
     congestion: str = Field(
         "bbr",

@@ -235,3 +235,7 @@ class Outcome:
     phases: dict[str, float] = field(default_factory=dict)
     """Seconds: connect, queue, first_frame, transfer, remote_compute, import, total."""
     tried: tuple[str, ...] = ()
+    quality: str = ""
+    """Class of the KV that came, the worst of its codecs'; empty: none came."""
+    codecs: dict[str, int] = field(default_factory=dict)
+    """Raw bytes by codec."""

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from prfaas.codecs import Quality
 from prfaas.errors import InvalidRequest, Unauthorized
 from prfaas.transfer import SeenTransfers, TransferParams, parse, verify
 from remote_prefill.peer_link import PeerLink
 from remote_prefill.peer_pool import PeerPool
-
-SUPPORTED_QUALITY = ("exact",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Admitter:
         if not self.seen.claim(params.transfer_id, params.expires, now):
             text = f"transfer id {params.transfer_id!r} was used before"
             return Admission("replayed", text, params, replay=True)
-        if params.quality not in SUPPORTED_QUALITY:
+        if params.quality not in list(Quality):
             return Admission("unsupported_quality", f"quality {params.quality!r}", params)
         if params.deadline_s <= 0:
             return Admission("invalid_request", "deadline_s must be positive", params)

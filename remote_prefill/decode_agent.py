@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from prfaas.clock import SYSTEM_CLOCK, Clock
-from prfaas.codecs import default_codecs
+from prfaas.codecs import agent_codecs
 from prfaas.kvport import EngineConn, PortClosed, RankConn
 from prfaas.placement import StagingMap
 from prfaas.settings import Settings
@@ -32,6 +32,7 @@ from remote_prefill.admission import Admission, Admitter
 from remote_prefill.credit import CreditPool
 from remote_prefill.exports import ExportHub
 from remote_prefill.fetch import RETRY_AFTER_S, FetchContext, FetchJob
+from remote_prefill.identity import codecs_for, tell_left_out
 from remote_prefill.link_options import LinkOptions, LocalEngine
 from remote_prefill.link_sampler import LinkSampler, LoopLoad
 from remote_prefill.metrics import AgentMetrics
@@ -96,7 +97,7 @@ class DecodeAgent:
         self.limits = settings.limits
         self.clock = clock
         self.metrics = AgentMetrics()
-        self.codecs = default_codecs().only(mine.codecs)
+        self.codecs = agent_codecs(mine.codecs, mine.codec_calibration)
         self.draining = False
         self.side: EngineSide | None = None
         self._executor = ThreadPoolExecutor(mine.codec_threads, "codec")
@@ -163,10 +164,12 @@ class DecodeAgent:
             conn, self.limits.agent_max_sessions, self.limits.first_frame_timeout_s, vllm
         )
         self.side = side
+        codecs = codecs_for(self.codecs, conn.hello)
         self._mirror.connected(conn)
-        self.pool.set_local(LocalEngine(conn, side.hub, side.probe))
+        self.pool.set_local(LocalEngine(conn, side.hub, side.probe, codecs))
         self._publish()
         log.info("engine connected engine=%r model=%r", conn.hello.engine, conn.hello.model)
+        tell_left_out(self.codecs, conn.hello)
         try:
             if vllm is not None:
                 vllm.start()
@@ -247,7 +250,7 @@ class DecodeAgent:
                 metrics=self.metrics,
                 clock=self.clock,
                 hold_until_sealed=self.settings.hold_until_sealed,
-                codecs=self.codecs.names,
+                codecs=codecs_for(self.codecs, side.conn.hello),
                 changed=self._mirror.publish,
                 ended=lambda job, outcome: self._ended(side, job, outcome),
             ),
@@ -297,6 +300,8 @@ class DecodeAgent:
 
     def _ended(self, side: EngineSide, job: FetchJob, outcome: Outcome) -> None:
         side.jobs.pop(job.fetch.session, None)
+        if outcome.quality:
+            self.metrics.quality_fetches.labels(job.params.quality, outcome.quality).inc()
         for phase, seconds in outcome.phases.items():
             self.metrics.phase_seconds.labels(phase).observe(seconds)
         log.info("fetch ended %r status=%s reason=%s", job, outcome.status, outcome.reason or "-")

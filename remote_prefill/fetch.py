@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prfaas.clock import Clock, Deadline
+from prfaas.codecs import CodecSet
 from prfaas.errors import (
     IncompatibleLayout,
     InvalidRequest,
@@ -59,7 +60,7 @@ class FetchContext:
     metrics: AgentMetrics
     clock: Clock
     hold_until_sealed: bool
-    codecs: tuple[str, ...]
+    codecs: CodecSet
     changed: Callable[[], None]
     """Called when staging was taken."""
     ended: Callable[[FetchJob, Outcome], None]
@@ -208,7 +209,7 @@ class FetchJob:
                 salt=self.params.salt,
                 use_cache=True,
                 quality=self.params.quality,
-                codecs=self._context.codecs,
+                codecs=self._context.codecs.names,
                 deadline_s=max(deadline.remaining_s(), 1e-3),
                 lease_s=self._context.limits.lease_s,
                 engine_epoch=remote.engine_epoch,
@@ -233,7 +234,7 @@ class FetchJob:
             return exc
         finally:
             for receiver in receivers:
-                self._tally.add(link, receiver)
+                self._tally.add(link, receiver, self._context.codecs)
                 if self._map is not None:
                     whole = self._map.whole_end(receiver.machine.ledger.resumable)
                     self._watermark = max(self._watermark, whole)
@@ -288,6 +289,7 @@ class FetchJob:
                 token_end=token_end,
                 staging_offset=extent.offset,
                 chunk_tokens=staging_map.chunk_tokens,
+                quality=self._tally.quality or "",
             )
         )
 
@@ -346,5 +348,7 @@ class FetchJob:
                 hidden_wire_bytes=tally.hidden_wire_bytes,
                 phases=dict(tally.phases),
                 tried=tuple(tally.tried),
+                quality=tally.quality or "",
+                codecs=dict(tally.codecs),
             ),
         )

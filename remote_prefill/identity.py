@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+
 from prfaas.codecs import CodecSet
 from prfaas.frames import WIRE_MAJOR, WIRE_MINOR
 from prfaas.layout import Fingerprint, KvLayout
 from prfaas.session_messages import Feature, Handshake
 from prfaas_connect.port.messages import Hello
+
+log = logging.getLogger(__name__)
+
+
+def codecs_for(codecs: CodecSet, hello: Hello) -> CodecSet:
+    """Those that KV of this engine may be sent with."""
+    return codecs.for_model(hello.model_identity)
+
+
+def tell_left_out(codecs: CodecSet, hello: Hello) -> None:
+    """Say which codecs an engine's model cannot use."""
+    names = codecs_for(codecs, hello).names
+    left_out = [name for name in codecs.names if name not in names]
+    if left_out:
+        log.warning("calibrated for another model than %r: %s", hello.model, ", ".join(left_out))
 
 
 def fingerprint_of(hello: Hello, layout: KvLayout) -> Fingerprint:

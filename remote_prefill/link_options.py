@@ -27,6 +27,8 @@ class LocalEngine:
     hub: ExportHub
     probe: Callable[[], Awaitable[StagingMap]]
     """KV of the probe tokens, computed once for all peers."""
+    codecs: CodecSet
+    """Those that its KV may come with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from prometheus_client import (
     start_http_server,
 )
 
+from prfaas.codecs import base_name
 from prfaas.errors import ConfigError
 from remote_prefill.link_metrics import LinkCollector, Links
 
@@ -49,6 +50,13 @@ class PrefillMetrics:
             ("client", "tenant"),
             registry=registry,
         )
+        self.codec_raw_bytes, self.codec_wire_bytes = _by_codec(registry, "prefill", "encoded")
+        self.quality_sessions = Counter(
+            "prfaas_prefill_quality_sessions",
+            "Sessions by the quality class asked for.",
+            ("quality",),
+            registry=registry,
+        )
         self.resent_bytes = Counter(
             "prfaas_prefill_resent_bytes",
             "KV bytes sent again after a lane broke or a frame came broken.",
@@ -76,6 +84,12 @@ class PrefillMetrics:
             registry=registry,
         )
         self._registry = registry
+
+    def encoded(self, codec: str, raw_bytes: int, wire_bytes: int) -> None:
+        """A piece was encoded."""
+        name = base_name(codec)
+        self.codec_raw_bytes.labels(name).inc(raw_bytes)
+        self.codec_wire_bytes.labels(name).inc(wire_bytes)
 
     def gauges(
         self,
@@ -145,6 +159,13 @@ class AgentMetrics:
             "prfaas_agent_wire_bytes",
             "KV bytes received, with frame headers.",
             ("peer", "instance"),
+            registry=registry,
+        )
+        self.codec_raw_bytes, self.codec_wire_bytes = _by_codec(registry, "agent", "verified")
+        self.quality_fetches = Counter(
+            "prfaas_agent_quality_fetches",
+            "Fetches that brought KV, by the quality class asked for and that of what came.",
+            ("asked", "came"),
             registry=registry,
         )
         self.dropped_frames = Counter(
@@ -232,6 +253,18 @@ class AgentMetrics:
     def watch_links(self, links: Links) -> None:
         """Add what is read from the links' meters when scraped."""
         self.registry.register(LinkCollector("prfaas_agent", links, at_p=False))
+
+
+def _by_codec(registry: CollectorRegistry, side: str, done: str) -> tuple[Counter, Counter]:
+    """Raw and wire bytes by codec; `raw` also stands for what another could not make smaller."""
+    raw, wire = (
+        Counter(f"prfaas_{side}_codec_{kind}_bytes", text, ("codec",), registry=registry)
+        for kind, text in (
+            ("raw", f"KV bytes {done} by codec, decoded."),
+            ("wire", f"KV bytes {done} by codec, encoded, without frame headers."),
+        )
+    )
+    return raw, wire
 
 
 def _gauge(registry: CollectorRegistry, name: str, text: str, value: Callable[[], float]) -> None:

@@ -235,7 +235,7 @@ class PeerLink:
         options = self._options
         self.meter.reset_clock()
         mine = handshake_of(
-            options.settings.name, local.conn.hello, local.conn.layout, options.codecs
+            options.settings.name, local.conn.hello, local.conn.layout, local.codecs
         )
         if self.state is not PeerState.DOWN:
             self._set(PeerState.PAIRING, "pairing")
@@ -244,7 +244,7 @@ class PeerLink:
         remote = await self._channels.handshake(mine)
         self._link_lost = False
         mine.require_compatible(remote)
-        options.codecs.negotiate(remote.codecs)
+        local.codecs.negotiate(remote.codecs)
         await self._channels.attach(remote.link)
         for _ in range(PAIRING_PINGS):
             await self._channels.ping(self.meter)
@@ -272,7 +272,7 @@ class PeerLink:
             salt="",
             use_cache=False,
             quality="exact",
-            codecs=options.codecs.names,
+            codecs=local.codecs.names,
             deadline_s=options.limits.first_frame_timeout_s,
             lease_s=options.limits.lease_s,
             engine_epoch=remote.engine_epoch,

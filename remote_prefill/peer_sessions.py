@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from prfaas.clock import Deadline
+from prfaas.codecs import base_name
 from prfaas.frames import Frame, FrameFlag
 from prfaas.interfaces import KvSink
 from prfaas.layout import KvLayout
@@ -193,6 +194,10 @@ class PeerSessions:
             self._meter.session(machine.ledger.raw_bytes, machine.wire_bytes)
             metrics.raw_bytes.labels(*labels).inc(machine.ledger.raw_bytes)
             metrics.wire_bytes.labels(*labels).inc(machine.wire_bytes)
+            for number, carried in machine.carried.items():
+                name = base_name(self._options.codecs.by_id(number).name)
+                metrics.codec_raw_bytes.labels(name).inc(carried.raw_bytes)
+                metrics.codec_wire_bytes.labels(name).inc(carried.wire_bytes)
             metrics.wasted_bytes.labels(*labels).inc(machine.wasted_bytes)
             metrics.resumes.labels(*labels).inc(receiver.resumes)
             metrics.dropped_frames.labels("late").inc(machine.late)

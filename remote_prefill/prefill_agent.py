@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from prfaas.clock import SYSTEM_CLOCK, Clock
-from prfaas.codecs import default_codecs
+from prfaas.codecs import Quality, agent_codecs
 from prfaas.errors import (
     Cancelled,
     ContextTooLong,
@@ -42,9 +42,10 @@ from prfaas_connect.port.messages import (
     Stats,
 )
 from remote_prefill.access import Access, Client
+from remote_prefill.codec_choice import CodecChoice, EncodePaces
 from remote_prefill.engine_source import EngineSource
 from remote_prefill.exports import ExportHub
-from remote_prefill.identity import handshake_of
+from remote_prefill.identity import codecs_for, handshake_of, tell_left_out
 from remote_prefill.link_sampler import LinkSampler
 from remote_prefill.metrics import PrefillMetrics
 from remote_prefill.mirror import EngineMirror
@@ -61,7 +62,6 @@ log = logging.getLogger(__name__)
 RETRY_AFTER_S = 1.0
 STOP_TIMEOUT_S = 2.0
 STATS_TO_SHOW = 2
-SUPPORTED_QUALITY = ("exact",)
 
 
 class PrefillAgent:
@@ -79,7 +79,8 @@ class PrefillAgent:
         self.clock = clock
         self.metrics = PrefillMetrics()
         self.feed = WatchFeed(f"{settings.peer}/{settings.instance}", limits, self._links)
-        self.codecs = default_codecs(settings.zstd_level).only(settings.codecs)
+        self.codecs = agent_codecs(settings.codecs, settings.codec_calibration, settings.zstd_level)
+        self._paces = EncodePaces(clock, settings.codec_threads, self.metrics.encoded)
         self.draining = False
         self.access = Access(settings, limits)
         self.links = LinkTable(clock)
@@ -125,6 +126,7 @@ class PrefillAgent:
         self._conn, self._hub = conn, hub
         self._mirror.connected(conn)
         log.info("engine connected engine=%r model=%r", conn.hello.engine, conn.hello.model)
+        tell_left_out(self.codecs, conn.hello)
         try:
             if vllm is not None:
                 vllm.start()
@@ -205,11 +207,12 @@ class PrefillAgent:
         """
         conn, _ = self.require_engine()
         client.require_model(conn.hello.model)
+        codecs = codecs_for(self.codecs, conn.hello)
         mine = handshake_of(
-            self.feed.agent, conn.hello, conn.layout, self.codecs, self.settings.instance
+            self.feed.agent, conn.hello, conn.layout, codecs, self.settings.instance
         )
         mine.require_compatible(theirs)
-        self.codecs.negotiate(theirs.codecs)
+        codecs.negotiate(theirs.codecs)
         link = self.links.open(client.identity, theirs.name, theirs.link)
         return replace(mine, link=link.token)
 
@@ -239,8 +242,9 @@ class PrefillAgent:
                 f"{its_own} sessions of {client.identity} are open already",
                 retry_after_s=RETRY_AFTER_S,
             )
-        _check_open(request, conn, self.limits)
-        self.codecs.negotiate(request.codecs)
+        quality = _check_open(request, conn, self.limits)
+        codecs = codecs_for(self.codecs, conn.hello)
+        codecs.negotiate(request.codecs, quality)
         machine = SendSession(
             session=frame.session,
             epoch=frame.epoch,
@@ -261,7 +265,10 @@ class PrefillAgent:
             clock=self.clock,
         )
         self.sessions[key] = served
-        task = asyncio.create_task(self._serve(served), name=f"session {frame.session:x}")
+        choice = CodecChoice(
+            codecs.common(request.codecs, quality), self._paces, lambda: link.bytes_per_s
+        )
+        task = asyncio.create_task(self._serve(served, choice), name=f"session {frame.session:x}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         self._publish()
@@ -279,14 +286,14 @@ class PrefillAgent:
         self.metrics.resumes.inc()
         return served
 
-    async def _serve(self, served: ServedSession) -> None:
+    async def _serve(self, served: ServedSession, choice: CodecChoice) -> None:
         machine = served.machine
         sender = Sender(
             machine,
             ticket=served.ticket,
             start=partial(EngineSource.start, served.hub, machine.request, machine.epoch),
             gone=served.hub.closed,
-            codec=self.codecs.negotiate(machine.request.codecs),
+            choice=choice,
             executor=self._executor,
             tell=served.tell,
             ready=served.link.wake,
@@ -309,6 +316,7 @@ class PrefillAgent:
         self.metrics.client_sessions.labels(*owner, machine.state.value).inc()
         self.metrics.client_wire_bytes.labels(*owner).inc(machine.wire_bytes)
         self.metrics.sessions.labels(machine.state.value, reason).inc()
+        self.metrics.quality_sessions.labels(machine.request.quality).inc()
         self.metrics.wire_bytes.inc(machine.wire_bytes)
         self.metrics.resent_bytes.inc(machine.resent_bytes)
         if machine.state is SendState.COMPLETE:
@@ -382,7 +390,8 @@ class PrefillAgent:
         self._mirror.publish()
 
 
-def _check_open(request: SessionOpen, conn: EngineConn, limits: Limits) -> None:
+def _check_open(request: SessionOpen, conn: EngineConn, limits: Limits) -> Quality:
+    """Its quality class."""
     hello = conn.hello
     if request.engine_epoch != hello.epoch:
         raise EngineUnavailable(
@@ -390,9 +399,10 @@ def _check_open(request: SessionOpen, conn: EngineConn, limits: Limits) -> None:
         )
     if request.model != hello.model:
         raise UnknownModel(f"model {request.model!r} is not {hello.model!r}", param="model")
-    if request.quality not in SUPPORTED_QUALITY:
+    if request.quality not in list(Quality):
         raise InvalidRequest(
-            f"quality {request.quality!r} is not one of {list(SUPPORTED_QUALITY)}", param="quality"
+            f"quality {request.quality!r} is not one of {[str(q) for q in Quality]}",
+            param="quality",
         )
     if request.deadline_s <= 0 or request.lease_s <= 0:
         raise InvalidRequest("deadline_s and lease_s must be positive", param="deadline_s")
@@ -415,3 +425,4 @@ def _check_open(request: SessionOpen, conn: EngineConn, limits: Limits) -> None:
         raise InvalidRequest(
             f"token {int(wrong[0])} is not in the vocabulary of {hello.vocab_size}", param="tokens"
         )
+    return Quality(request.quality)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prfaas.clock import Clock, Deadline
-from prfaas.codecs import RAW, CodecSet, Tile
+from prfaas.codecs import CodecSet, Tile, digest_of
 from prfaas.errors import (
     Cancelled,
     CorruptKv,
@@ -24,10 +24,9 @@ from prfaas.errors import (
     PrfaasError,
     ProtocolError,
 )
-from prfaas.frames import Frame, FrameType, parse_all
+from prfaas.frames import Frame, FrameType, crc32c, parse_all
 from prfaas.interfaces import KvSink
 from prfaas.layout import KvLayout
-from prfaas.ledger import digest_of_crc, piece_digest
 from prfaas.limits import Limits
 from prfaas.receive_session import Arrival, ReceiveSession, ReceiveState
 from prfaas.rpc import convert
@@ -458,6 +457,5 @@ def _decode(
         return CorruptKv(f"{piece}: {exc.message}")
     if place is None:
         sink.scatter(piece, raw)
-    if frame.codec == RAW.id and frame.payload_crc is not None:
-        return digest_of_crc(frame.payload_crc)
-    return piece_digest(raw)
+    crc = crc32c(frame.payload) if frame.payload_crc is None else frame.payload_crc
+    return digest_of(codec, raw, crc)

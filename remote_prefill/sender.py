@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
 from prfaas.clock import Clock
-from prfaas.codecs import RAW, Codec, Tile, encode
+from prfaas.codecs import Codec, Tile, digest_of, encode_first
 from prfaas.errors import EngineUnavailable, PrfaasError
 from prfaas.frames import Frame, FrameFlag, crc32c
 from prfaas.interfaces import KvRecord, KvSource
 from prfaas.layout import LayerGroup
-from prfaas.ledger import Piece, digest_of_crc, piece_digest
+from prfaas.ledger import Piece
 from prfaas.placement import part_of
 from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import PrefillReport
+from remote_prefill.codec_choice import CodecChoice
 from remote_prefill.retention import Ticket
 
 BATCH_BYTES = 1 << 20
@@ -40,14 +42,17 @@ class Encoded:
     piece: Piece
     raw_bytes: int
     digest: bytes
-    codec: int
+    codec: Codec
     payload: bytes
     payload_crc: int
     flags: FrameFlag
+    seconds: float
+    """It took of a codec thread."""
 
 
-Batch = list[tuple[KvRecord, tuple[Piece, ...]]]
-"""Records to be encoded one after another, each with the pieces it is cut into."""
+Batch = list[tuple[KvRecord, tuple[Piece, ...], tuple[Codec, ...]]]
+"""Records to be encoded one after another, each with the pieces it is cut into and the codecs to
+try."""
 
 
 class Sender:
@@ -64,7 +69,7 @@ class Sender:
         ticket: Ticket,
         start: Callable[[], KvSource],
         gone: asyncio.Event,
-        codec: Codec,
+        choice: CodecChoice,
         executor: Executor,
         tell: Callable[[Frame], None],
         ready: Callable[[], None],
@@ -74,7 +79,7 @@ class Sender:
         self._ticket = ticket
         self._start = start
         self._gone = gone
-        self._codec = codec
+        self._choice = choice
         self._executor = executor
         self._tell = tell
         self._ready = ready
@@ -101,7 +106,7 @@ class Sender:
         finally:
             for future in self._encoding:
                 future.cancel()
-            for view, _ in self._waiting:
+            for view, *_ in self._waiting:
                 view.done()
             self._waiting = []
             source.cancel()
@@ -151,7 +156,7 @@ class Sender:
         except PrfaasError:
             view.done()
             raise
-        self._waiting.append((view, cuts))
+        self._waiting.append((view, cuts, self._choice.of_chunk(piece.chunk)))
         self._waiting_bytes += view.raw.nbytes
         if not self._encoding or self._waiting_bytes >= BATCH_BYTES:
             self._submit()
@@ -163,13 +168,13 @@ class Sender:
         batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
         groups = self.session.ledger.layout.groups
         loop = asyncio.get_running_loop()
-        future = self._executor.submit(_encode_batch, self._codec, batch, groups)
+        future = self._executor.submit(_encode_batch, batch, groups)
         self._encoding.add(future)
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._put, done, batch))
 
     def _put(self, future: Future[list[Encoded]], batch: Batch) -> None:
         # The last one first: a ring is freed in order, so all of them come back in one message.
-        for view, _ in reversed(batch):
+        for view, *_ in reversed(batch):
             view.done()
         self._encoding.discard(future)
         self._encoded.set()
@@ -182,11 +187,13 @@ class Sender:
             self._error = self._error or error
             return
         for each in future.result():
+            size = len(each.payload)
+            self._choice.note(each.codec, each.raw_bytes, size, each.seconds)
             self.session.put(
                 each.piece,
                 raw_bytes=each.raw_bytes,
                 digest=each.digest,
-                codec=each.codec,
+                codec=each.codec.id,
                 payload=each.payload,
                 payload_crc=each.payload_crc,
                 flags=each.flags,
@@ -200,18 +207,22 @@ class Sender:
             raise PrfaasError(f"cannot encode what the engine exported: {self._error!r}")
 
 
-def _encode_batch(codec: Codec, batch: Batch, groups: Sequence[LayerGroup]) -> list[Encoded]:
+def _encode_batch(batch: Batch, groups: Sequence[LayerGroup]) -> list[Encoded]:
     """In a codec thread."""
     return [
-        _encode_cut(codec, view, cut, groups[cut.group]) for view, cuts in batch for cut in cuts
+        encode_cut(codecs, view, cut, groups[cut.group])
+        for view, cuts, codecs in batch
+        for cut in cuts
     ]
 
 
-def _encode_cut(codec: Codec, view: KvRecord, cut: Piece, group: LayerGroup) -> Encoded:
-    """The part `cut` out of a record."""
+def encode_cut(codecs: Sequence[Codec], view: KvRecord, cut: Piece, group: LayerGroup) -> Encoded:
+    """The part `cut` out of a record, by the first of `codecs` that can."""
+    start_s = time.perf_counter()
     rows = part_of(view.raw, view.piece, cut, keeps_state=group.keeps_state)
-    codec_id, payload = encode(codec, rows, Tile.of_piece(group, cut))
+    codec, payload = encode_first(codecs, rows, Tile.of_piece(group, cut))
     crc = crc32c(payload)
-    digest = digest_of_crc(crc) if codec_id == RAW.id else piece_digest(rows)
+    digest = digest_of(codec, rows, crc)
     flags = FrameFlag.CACHED if view.cached else FrameFlag.NONE
-    return Encoded(cut, rows.nbytes, digest, codec_id, payload, crc, flags)
+    seconds = time.perf_counter() - start_s
+    return Encoded(cut, rows.nbytes, digest, codec, payload, crc, flags, seconds)

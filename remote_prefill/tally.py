@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from prfaas.codecs import CodecSet, Quality, base_name
 from prfaas.errors import PrfaasError
 from remote_prefill.peer_link import PeerLink
 from remote_prefill.receiver import Receiver
@@ -20,15 +21,24 @@ class Tally:
     raw_bytes: int = 0
     wire_bytes: int = 0
     hidden_wire_bytes: int = 0
+    codecs: dict[str, int] = field(default_factory=dict)
+    """Raw bytes by codec."""
+    quality: Quality | None = None
+    """Class of what came; None: nothing did."""
     phases: dict[str, float] = field(default_factory=dict)
 
-    def add(self, link: PeerLink, receiver: Receiver) -> None:
+    def add(self, link: PeerLink, receiver: Receiver, codecs: CodecSet) -> None:
         """One try that opened a session; phases add up over tries."""
         machine, times = receiver.machine, receiver.times
         self.peer, self.instance = link.peer, link.instance
         self.raw_bytes += machine.ledger.raw_bytes
         self.wire_bytes += machine.wire_bytes
         self.hidden_wire_bytes += receiver.hidden_wire_bytes
+        for number, carried in machine.carried.items():
+            codec = codecs.by_id(number)
+            name = base_name(codec.name)
+            self.codecs[name] = self.codecs.get(name, 0) + carried.raw_bytes
+            self.quality = Quality.worst((codec.quality, self.quality or codec.quality))
         end = times.ended_s
         queue_s = 0.0
         self._phase("connect", times.opened_s, times.accepted_s or end)

@@ -17,6 +17,8 @@ _ENCODER = msgspec.json.Encoder()
 
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
+    kv_quality: str | msgspec.UnsetType = msgspec.UNSET
+    """Class of KV that came from elsewhere for this answer, where that is not the very bytes."""
 
 
 class Usage(msgspec.Struct):
@@ -28,12 +30,15 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
     @staticmethod
-    def of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+    def of(
+        prompt_tokens: int, completion_tokens: int, cached_tokens: int, kv_quality: str = ""
+    ) -> Usage:
+        lossy = kv_quality not in ("", "exact")
         return Usage(
             prompt_tokens,
             completion_tokens,
             prompt_tokens + completion_tokens,
-            PromptTokensDetails(cached_tokens),
+            PromptTokensDetails(cached_tokens, kv_quality if lossy else msgspec.UNSET),
         )
 
 

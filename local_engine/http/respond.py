@@ -95,4 +95,6 @@ class _Writer:
 
 
 def _usage(piece: Piece, prompt_tokens: int) -> Usage:
-    return Usage.of(prompt_tokens, piece.completion_tokens, piece.cached_tokens)
+    return Usage.of(
+        prompt_tokens, piece.completion_tokens, piece.cached_tokens, piece.kv_quality
+    )

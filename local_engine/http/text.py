@@ -24,6 +24,7 @@ class Piece:
     completion_tokens: int
     cached_tokens: int
     reason: FinishReason | None = None
+    kv_quality: str = ""
 
 
 class AnswerText:
@@ -52,7 +53,7 @@ class AnswerText:
             reason = FinishReason.STOP
         elif reason is not None:
             text, reason = self._finish(text, reason)
-        return Piece(text, taken, self._tokens, event.cached_tokens, reason)
+        return Piece(text, taken, self._tokens, event.cached_tokens, reason, event.kv_quality)
 
     def _finish(self, text: str, reason: FinishReason) -> tuple[str, FinishReason]:
         # An answer cut inside a character ends before it.

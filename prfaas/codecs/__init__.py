@@ -1,10 +1,18 @@
 """KV codecs by quality class: a file each, a registry, and the calibration some of them need."""
 
-from prfaas.codecs.base import SINK_TOKENS, Bytes, Codec, Quality, Shape, Tile
+from prfaas.codecs.base import SINK_TOKENS, Bytes, Codec, Quality, Shape, Tile, base_name
 from prfaas.codecs.calibration import Calibration
+from prfaas.codecs.digest import digest_of
 from prfaas.codecs.planes_zstd import PlanesZstdCodec, merge_planes, split_planes
 from prfaas.codecs.raw import RAW, RawCodec
-from prfaas.codecs.registry import KNOWN_CODECS, CodecSet, default_codecs, encode
+from prfaas.codecs.registry import (
+    KNOWN_CODECS,
+    CodecSet,
+    agent_codecs,
+    default_codecs,
+    encode,
+    encode_first,
+)
 
 __all__ = [
     "KNOWN_CODECS",
@@ -19,8 +27,12 @@ __all__ = [
     "RawCodec",
     "Shape",
     "Tile",
+    "agent_codecs",
+    "base_name",
     "default_codecs",
+    "digest_of",
     "encode",
+    "encode_first",
     "merge_planes",
     "split_planes",
 ]

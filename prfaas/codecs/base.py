@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -11,26 +10,23 @@ import numpy.typing as npt
 
 from prfaas.layout import ITEM_BYTES, GroupKind, LayerGroup
 from prfaas.ledger import Piece
+from prfaas.quality import Quality
+
+__all__ = [
+    "SINK_TOKENS",
+    "Bytes",
+    "Codec",
+    "Quality",
+    "Shape",
+    "Tile",
+    "base_name",
+    "item_bytes_of",
+]
 
 Bytes = npt.NDArray[np.uint8]
 
 SINK_TOKENS = 4
 """The first tokens of a prompt, which everything attends to: raw in every lossy codec."""
-
-
-class Quality(enum.StrEnum):
-    """What a codec may change, best first; docs/codecs.md has the bounds."""
-
-    EXACT = "exact"
-    NEAR = "near"
-    COMPACT = "compact"
-    TIGHT = "tight"
-
-    @property
-    def allowed(self) -> tuple[Quality, ...]:
-        """The classes that a request of this class may be served with: it and all better ones."""
-        order = tuple(Quality)
-        return order[: order.index(self) + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +119,11 @@ class Codec(Protocol):
         ...
 
     @property
+    def model_identity(self) -> str:
+        """The model it is calibrated for; empty: any."""
+        ...
+
+    @property
     def layer_span(self) -> int:
         """Layers it wants in one tile: frames leave when so many are computed."""
         ...
@@ -136,6 +137,11 @@ class Codec(Protocol):
     def decode_into(self, payload: memoryview, out: Bytes, shape: Shape) -> None:
         """Fill all of contiguous `out`. Raises CorruptKv; `out` then holds rubbish."""
         ...
+
+
+def base_name(name: str) -> str:
+    """A codec's name without its calibration's digest."""
+    return name.partition("@")[0]
 
 
 def item_bytes_of(shape: Shape) -> int:

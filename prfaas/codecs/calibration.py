@@ -50,7 +50,8 @@ class Measured:
 @dataclass(frozen=True, slots=True)
 class Rung:
     """One codec of a calibration. `columns` are kept of each layer group's K and V basis; none:
-    channel by channel, without a basis.
+    channel by channel, without a basis. A codec that needs no calibration (int8) is here for what
+    was measured of it alone.
     """
 
     codec: str
@@ -176,6 +177,11 @@ class Calibration:
             raise ValueError("some values are not finite")
         if not (self.scale > 0).all():
             raise ValueError("some scales are not positive")
+
+    def measured(self, codec: str) -> Measured | None:
+        """What was measured of a codec on this model, calibrated or not."""
+        rung = next((r for r in self.header.rungs if r.codec == codec), None)
+        return None if rung is None else rung.measured
 
     def with_measured(self, measured: Mapping[str, Measured]) -> Calibration:
         """The same with what was measured of some rungs."""

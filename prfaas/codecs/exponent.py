@@ -32,6 +32,7 @@ class ExponentCodec:
     id: ClassVar[int] = 2
     name = "exponent"
     quality = Quality.EXACT
+    model_identity = ""
     layer_span = 1
 
     def __init__(self, native: Native) -> None:

@@ -21,6 +21,7 @@ class Int8Codec:
     id: ClassVar[int] = 3
     name = "int8"
     quality = Quality.NEAR
+    model_identity = ""
     layer_span = 1
 
     def __init__(self, native: Native) -> None:

@@ -34,6 +34,7 @@ class PlanesZstdCodec:
     id: ClassVar[int] = 1
     name = "planes-zstd"
     quality = Quality.EXACT
+    model_identity = ""
     layer_span = 1
 
     def __init__(self, level: int = _FASTEST) -> None:

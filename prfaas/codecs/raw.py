@@ -16,6 +16,7 @@ class RawCodec:
     id: ClassVar[int] = 0
     name = "raw"
     quality = Quality.EXACT
+    model_identity = ""
     layer_span = 1
 
     def encode(self, raw: Bytes, shape: Shape) -> bytes | None:

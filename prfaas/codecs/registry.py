@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
-from prfaas.codecs.base import Bytes, Codec, Quality, Shape
+from prfaas.codecs.base import Bytes, Codec, Quality, Shape, base_name
 from prfaas.codecs.calibration import Calibration
 from prfaas.codecs.exponent import ExponentCodec
+from prfaas.codecs.gate import misses
 from prfaas.codecs.int8 import Int8Codec
 from prfaas.codecs.native import native
 from prfaas.codecs.planes_zstd import PlanesZstdCodec
@@ -40,14 +42,28 @@ class CodecSet:
         """Those of `names`, whatever calibration they use; all for an empty list."""
         wanted = set(names) or set(self._by_name)
         return CodecSet(
-            codec
-            for name, codec in self._by_name.items()
-            if {name, name.partition("@")[0]} & wanted
+            codec for name, codec in self._by_name.items() if {name, base_name(name)} & wanted
         )
 
+    def for_model(self, identity: str) -> CodecSet:
+        """Those that this model may be sent with: without what is calibrated for another."""
+        return CodecSet(
+            codec
+            for codec in self._by_id.values()
+            if not codec.model_identity or codec.model_identity == identity
+        )
+
+    def one_layer(self) -> CodecSet:
+        """Those that take tiles of one layer."""
+        return CodecSet(codec for codec in self._by_id.values() if codec.layer_span == 1)
+
+    def within(self, offered: Iterable[str], quality: Quality) -> CodecSet:
+        """Those that a session may use: see `common`."""
+        return CodecSet(self.common(offered, quality))
+
     def by_id(self, codec_id: int) -> Codec:
-        """Raises CorruptKv for a number that was not negotiated."""
-        codec = self._by_id.get(codec_id)
+        """`raw` needs no negotiation. Raises CorruptKv for another number that is not here."""
+        codec = self._by_id.get(codec_id) or (RAW if codec_id == RAW.id else None)
         if codec is None:
             raise CorruptKv(f"codec {codec_id} is not one of {sorted(self._by_id)}")
         return codec
@@ -74,19 +90,42 @@ class CodecSet:
 
 def default_codecs(zstd_level: int = 1, calibration: Calibration | None = None) -> CodecSet:
     """All codecs this installation has at full speed; those that need a calibration where there is
-    one, and as far as it was measured to keep their promise.
+    one. What a calibration has measured to miss its class is left out.
     """
     codecs: list[Codec] = [RAW, PlanesZstdCodec(zstd_level)]
     if native is not None:
-        codecs += [ExponentCodec(native), Int8Codec(native)]
+        codecs.append(ExponentCodec(native))
+        known = calibration.measured(Int8Codec.name) if calibration is not None else None
+        if known is None or not misses(Int8Codec.quality, known):
+            codecs.append(Int8Codec(native))
         if calibration is not None:
             codecs += calibrated_codecs(native, calibration)
     return CodecSet(codecs)
+
+
+def agent_codecs(
+    names: Iterable[str], calibration: Path | None = None, zstd_level: int = 1
+) -> CodecSet:
+    """What an agent speaks: of `names` those that are here and take one layer at a time, as frames
+    do. Raises ConfigError for a file that is not a calibration.
+    """
+    loaded = None if calibration is None else Calibration.load(calibration)
+    here = default_codecs(zstd_level, loaded).only(names)
+    return here.one_layer()
 
 
 def encode(codec: Codec, raw: Bytes, shape: Shape) -> tuple[int, bytes]:
     """(codec number, payload): `raw` where `codec` does not make it smaller, so the payload is
     never longer than `raw`.
     """
-    payload = codec.encode(raw, shape)
-    return (RAW.id, raw.tobytes()) if payload is None else (codec.id, payload)
+    found, payload = encode_first((codec,), raw, shape)
+    return found.id, payload
+
+
+def encode_first(codecs: Sequence[Codec], raw: Bytes, shape: Shape) -> tuple[Codec, bytes]:
+    """By the first of `codecs` that may touch such a tensor and makes it smaller, else as it is."""
+    for codec in codecs:
+        payload = codec.encode(raw, shape)
+        if payload is not None:
+            return codec, payload
+    return RAW, raw.tobytes()

@@ -104,6 +104,7 @@ class TransformCodec:
     def __init__(self, native: Native, store: BasisStore, rung: Rung, digest: str) -> None:
         self.name = f"{self.codec}@{digest}"
         self.quality = rung.quality
+        self.model_identity = store.calibration.header.model_identity
         self._native = native
         self._store = store
         self._rung = rung

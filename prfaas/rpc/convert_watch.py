@@ -149,6 +149,8 @@ def _outcome_to_pb(value: Outcome) -> pb.OutcomeEvent:
         hidden_wire_bytes=value.hidden_wire_bytes,
         phases=value.phases,
         tried=value.tried,
+        quality=value.quality,
+        codecs=value.codecs,
     )
 
 
@@ -168,6 +170,8 @@ def _outcome_from_pb(message: pb.OutcomeEvent) -> Outcome:
         hidden_wire_bytes=message.hidden_wire_bytes,
         phases=dict(message.phases),
         tried=tuple(message.tried),
+        quality=message.quality,
+        codecs=dict(message.codecs),
     )
 
 

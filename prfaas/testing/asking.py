@@ -34,7 +34,7 @@ class Asker:
     def __init__(self, stack: RunningStack, *, max_tokens: int = 8, salt: str = "asker") -> None:
         self.stack = stack
         self.max_tokens = max_tokens
-        self._salt = salt
+        self.salt = salt
         self._right: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._pool = ThreadPoolExecutor(_WORKERS)
 
@@ -62,7 +62,7 @@ class Asker:
 
     def ask(self, prompt: Sequence[int], **fields: Any) -> Answer:
         """Through the gateway, now."""
-        fields = {"max_tokens": self.max_tokens, "cache_salt": self._salt, **fields}
+        fields = {"max_tokens": self.max_tokens, "cache_salt": self.salt, **fields}
         return self.stack.complete(list(prompt), **fields)
 
     def start(self, prompt: Sequence[int], **fields: Any) -> Future[Answer]:

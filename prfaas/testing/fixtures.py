@@ -19,7 +19,7 @@ import pytest
 
 T = TypeVar("T")
 
-_GRACE_S = 10.0
+_GRACE_S = float(os.environ.get("PRFAAS_LEAK_GRACE_S", "10"))
 """How long what a test closed may take to be gone: exits and cancelled tasks are not instant."""
 
 

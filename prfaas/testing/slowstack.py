@@ -20,7 +20,10 @@ MANY_TOKENS = 3900
 when it is killed arrives all the same.
 """
 LINK = LinkShape(8e6, 0.01)
-PROGRESS_S, FIRST_FRAME_S, LEASE_S = 1.0, 2.0, 3.0
+FAST_LINK = LinkShape(200e6, 0.01)
+"""So fast that P's engine is what takes time: what has come down tells how far it is."""
+PROGRESS_S, FIRST_FRAME_S, LEASE_S = 1.5, 2.0, 3.0
+"""On a machine that others use a process may not run for a second."""
 RECOVERY_S = 15.0
 """gRPC notices a dead connection within twice its keepalive of 5 s."""
 STAGED = 'prfaas_agent_fetches_total{reason="",status="staged"}'
@@ -52,13 +55,23 @@ def slow_stack(directory: Path, model: Path) -> Iterator[RunningStack]:
         model,
         base=load_settings(overrides={"limits": LIMITS}),
         gateway={"policy": {"name": "always_remote"}, "short_body_bytes": 0},
-        agent={"verify_import": True, "probe_bytes": 0},
+        agent={"verify_import": True, "probe_bytes": 0, "codecs": ["planes-zstd", "raw"]},
         d_engine={**ENGINE, "block_tokens": 64},
         p_engine={**ENGINE, "block_tokens": 16},
         link=LINK,
     ) as stack:
         yield stack
         assert_imports_were_whole(stack)
+
+
+@contextmanager
+def fast_link(stack: RunningStack) -> Iterator[None]:
+    """P's engine is slower than the link meanwhile, so that a fault there is in its midst."""
+    stack.bend(lambda link: link.set_shape(FAST_LINK))
+    try:
+        yield
+    finally:
+        stack.bend(lambda link: link.set_shape(LINK))
 
 
 def assert_imports_were_whole(stack: RunningStack) -> None:

@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from signal import SIGCONT, Signals
 from typing import Any, TypeVar
@@ -60,9 +60,12 @@ class RunningStack:
         specs: tuple[ProcessSpec, ...],
         link: LinkProcess | None = None,
         metrics_ports: Mapping[str, int] | None = None,
+        *,
+        ready_timeout_s: float = READY_TIMEOUT_S,
     ) -> None:
         """`link`: the relay between D and P, not started yet. `metrics_ports`: of the agents."""
         self.stack = stack
+        self._ready_timeout_s = ready_timeout_s
         self.metrics_ports = metrics_ports or {}
         self._link = link
         self._metrics_urls = {
@@ -218,7 +221,7 @@ class RunningStack:
         wait_until(ready, timeout_s, "the link to be ready")
 
     def _run(self, coro: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coro, self._loop).result(READY_TIMEOUT_S)
+        return asyncio.run_coroutine_threadsafe(coro, self._loop).result(self._ready_timeout_s)
 
     async def _start(self, names: list[str]) -> None:
         started = []
@@ -227,12 +230,14 @@ class RunningStack:
             self._processes[name] = process
             await process.start()
             started.append(process)
-        await asyncio.gather(*(process.wait_ready(READY_TIMEOUT_S) for process in started))
+        await asyncio.gather(*(process.wait_ready(self._ready_timeout_s) for process in started))
 
     async def _stop(self) -> dict[str, int | None]:
         statuses: dict[str, int | None] = {}
-        for name in reversed(list(self._processes)):
-            statuses[name] = await self._processes.pop(name).stop(STOP_GRACE_S)
+        gateways = [name for name in self._processes if name.startswith("gateway")]
+        for names in (gateways, [name for name in self._processes if name not in gateways]):
+            stopping = [self._processes.pop(name).stop(STOP_GRACE_S) for name in names]
+            statuses |= zip(names, await asyncio.gather(*stopping), strict=True)
         if self._link is not None:
             await self._link.__aexit__()
         return statuses
@@ -276,7 +281,7 @@ def running_stack(
     directory.mkdir(mode=0o700, exist_ok=True)
     plan = StackPlan(base or load_settings(), model, "test-model", threads=1, pin=False, tls=tls)
     stack = Stack.create(plan, directory)
-    d_metrics, p_metrics, link_port = free_ports(3)
+    d_metrics, p_metrics, link_port = free_ports(3, but=astuple(stack.ports))
     relay = None
     if link is not None:
         relay = LinkProcess("127.0.0.1", stack.ports.p_agent, link, listen_port=link_port)

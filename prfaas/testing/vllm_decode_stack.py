@@ -12,6 +12,7 @@ from prfaas.settings import load_settings
 from prfaas.testing.link import LinkShape
 from prfaas.testing.link_process import LinkProcess
 from prfaas.testing.stack import RunningStack
+from prfaas.testing.vllm_server import READY_TIMEOUT_S
 from prfaas.up.process import ProcessSpec
 from prfaas.up.stack import Stack, StackPlan, free_ports
 
@@ -34,6 +35,7 @@ def vllm_decode_process(
     max_context: int = 4096,
     kv_bytes: int = 64 << 20,
     core: str = "0",
+    eager: bool = True,
     options: Mapping[str, Any] | None = None,
     extra: Sequence[str] = (),
 ) -> ProcessSpec:
@@ -60,7 +62,8 @@ def vllm_decode_process(
         *("--core", core, "--", str(model)),
         *("--served-model-name", stack.plan.served_model_name),
         *("--dtype", dtype, "--block-size", str(block), "--max-model-len", str(max_context)),
-        *("--kv-cache-memory-bytes", str(kv_bytes), "--enforce-eager", "--max-num-seqs", "16"),
+        *("--kv-cache-memory-bytes", str(kv_bytes), *(("--enforce-eager",) if eager else ())),
+        *("--max-num-seqs", "16"),
         *("--kv-transfer-config", json.dumps(connector)),
         *("--kv-events-config", json.dumps(events)),
         *extra,
@@ -128,7 +131,13 @@ def vllm_decode_stack(
             },
         ),
     )
-    running = RunningStack(stack, specs, relay, {"d-agent": d_metrics, "p-agent": p_metrics})
+    running = RunningStack(
+        stack,
+        specs,
+        relay,
+        {"d-agent": d_metrics, "p-agent": p_metrics},
+        ready_timeout_s=READY_TIMEOUT_S,
+    )
     try:
         running.start()
         yield running

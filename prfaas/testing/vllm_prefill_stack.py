@@ -11,6 +11,7 @@ from typing import Any
 from prfaas.settings import load_settings
 from prfaas.testing.stack import RunningStack
 from prfaas.testing.vllm_decode_stack import CHUNK_TOKENS, vllm_decode_process
+from prfaas.testing.vllm_server import READY_TIMEOUT_S
 from prfaas.up.process import ProcessSpec
 from prfaas.up.stack import Stack, StackPlan, free_ports
 
@@ -108,7 +109,13 @@ def vllm_prefill_stack(
         decode_engine,
         stack.gateway(settings={"policy": {"name": "always_remote"}, "short_body_bytes": 0}),
     )
-    running = RunningStack(stack, specs, None, {"d-agent": d_metrics, "p-agent": p_metrics})
+    running = RunningStack(
+        stack,
+        specs,
+        None,
+        {"d-agent": d_metrics, "p-agent": p_metrics},
+        ready_timeout_s=READY_TIMEOUT_S,
+    )
     try:
         running.start()
         yield running

@@ -1,12 +1,14 @@
 """A real vLLM server as a child, told ready like our own processes; `.venv-vllm` has it.
 
+Its engine and its workers are processes that outlive a server which is killed; here all of them
+end with this one, however that ends.
+
 python -m prfaas.testing.vllm_server --port P -- MODEL [options of vLLM]
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,7 +22,8 @@ from types import FrameType
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("PRFAAS_VLLM_VENV", ROOT / ".venv-vllm")) / "bin" / "python"
-_PR_SET_PDEATHSIG = 1
+READY_TIMEOUT_S = 300.0
+"""A start takes 40 s of CPU, as much again where it compiles, and two may start at once."""
 
 
 def vllm_is_here() -> bool:
@@ -41,9 +44,12 @@ def environment(core: str = "0") -> dict[str, str]:
     }
 
 
-def _die_with_parent() -> None:
-    os.setsid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _guard_of(group: int) -> subprocess.Popen[bytes]:
+    """A process that kills the group once its input ends, as it does with this process."""
+    command = ("/bin/sh", "-c", 'read -r _; kill -s KILL -- "-$0"', str(group))
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def _healthy(port: int) -> bool:
@@ -67,10 +73,7 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(words[:-2] if ready else words)
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", *given.vllm]
     command += ["--host", "127.0.0.1", "--port", str(given.port)]
-    server = subprocess.Popen(
-        command, env=environment(given.core), preexec_fn=_die_with_parent, cwd="/"
-    )
-
+    server = subprocess.Popen(command, env=environment(given.core), start_new_session=True, cwd="/")
     told = False
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -78,18 +81,15 @@ def main(argv: Sequence[str]) -> int:
         told = True
         os.killpg(server.pid, signal.SIGTERM if server.poll() is None else signal.SIGKILL)
 
-    signal.signal(signal.SIGTERM, end)
-    signal.signal(signal.SIGINT, end)
-    while server.poll() is None and not _healthy(given.port):
-        time.sleep(0.2)
-    if ready and server.poll() is None:
-        os.write(int(ready[0]), f"{given.port}\n".encode())
-        os.close(int(ready[0]))
-    status = server.wait()
-    try:
-        os.killpg(server.pid, signal.SIGKILL)  # workers that outlive their server
-    except ProcessLookupError:
-        pass
+    with _guard_of(server.pid):
+        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGINT, end)
+        while server.poll() is None and not _healthy(given.port):
+            time.sleep(0.2)
+        if ready and server.poll() is None:
+            os.write(int(ready[0]), f"{given.port}\n".encode())
+            os.close(int(ready[0]))
+        status = server.wait()
     return 0 if told else status or 1
 
 

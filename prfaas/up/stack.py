@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,8 @@ GATEWAY, D_AGENT, P_AGENT = "gateway", "d-agent", "p-agent"
 CERTS = "certs"
 CERT_DAYS = 30
 READY_TIMEOUT_S = 180.0
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT, _PORTS_TRIED = 16384, 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,15 +264,41 @@ class Stack:
         return write_config(self.directory, name, command, self.plan.base, section, core)
 
 
-def free_ports(count: int) -> list[int]:
-    """Loopback ports that nobody listens on now."""
+def free_ports(count: int, *, but: Container[int] = ()) -> list[int]:
+    """Loopback ports that nobody listens on now, and none of `but`.
+
+    None of the range that outgoing connections are given: one of those could take a port before its
+    process listens on it, or while that process is started anew.
+    """
     with ExitStack() as held:
-        ports = []
-        for _ in range(count):
+        ports: list[int] = []
+        candidates = _port_candidates()
+        while len(ports) < count:
+            port = next(candidates)
+            if port in but:
+                continue
             sock = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            sock.bind(("127.0.0.1", 0))
+            try:
+                sock.bind(("127.0.0.1", port))
+            except OSError:
+                if port == 0:
+                    raise
+                continue
             ports.append(int(sock.getsockname()[1]))
         return ports
+
+
+def _port_candidates() -> Iterator[int]:
+    """Ports below the kernel's own range in random order; then 0, which is any."""
+    try:
+        lowest = int(_OUTGOING_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        lowest = 0
+    below = range(_LOWEST_PORT, lowest)
+    # Not the seeded generator: processes that were seeded alike would all pick the same ports.
+    yield from random.SystemRandom().sample(below, min(len(below), _PORTS_TRIED))
+    while True:
+        yield 0
 
 
 def engine_cores(pin: bool) -> tuple[int | None, int | None]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import logging
 import mmap
 import os
 import socket
@@ -35,7 +36,11 @@ from prfaas_connect.port.messages import (
 )
 from prfaas_connect.port.ring import RingAllocator
 
+log = logging.getLogger(__name__)
+
 HANDSHAKE_TIMEOUT_S = 5.0
+MAX_PAUSE_S = 1.0
+"""Between two tries, where the agent refuses."""
 
 
 class EngineHandler(Protocol):
@@ -46,6 +51,10 @@ class EngineHandler(Protocol):
     def on_disconnected(self, reason: str) -> None: ...
 
     def on_message(self, message: PortMessage, blob: bytes) -> None: ...
+
+
+class _NotTaken(PortError):
+    """The agent is there and refuses."""
 
 
 class _Connection:
@@ -66,7 +75,8 @@ class _Connection:
 class EnginePort:
     """Owns the connection to the agent at `path`, its two threads and its shared memory.
 
-    `hello` introduces an engine, or joins a rank of one that runs in several processes.
+    `hello` introduces an engine, or joins a rank of one that runs in several processes. It gives
+    up once the agent has refused it `max_refusals` times in a row.
 
     `close` ends all of them. After a disconnect every session is void: the handler is told, and a
     new connection brings new shared memory, so late reads of the old one never see another
@@ -80,17 +90,21 @@ class EnginePort:
         handler: EngineHandler,
         *,
         reconnect_s: float = 0.5,
+        max_refusals: int | None = None,
         max_queue: int = 4096,
     ) -> None:
         self._path = path
         self._hello = hello
         self._handler = handler
         self._reconnect_s = reconnect_s
+        self._max_refusals = max_refusals
         self._max_queue = max_queue
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._backlogged = threading.Condition(self._lock)
         self._conn: _Connection | None = None
+        self._told = ""
+        """Why there is no connection, as the log has it."""
         self._reader = threading.Thread(target=self._read_loop, name="kvport-reader", daemon=True)
         self._writer = threading.Thread(target=self._write_loop, name="kvport-writer", daemon=True)
 
@@ -166,13 +180,19 @@ class EnginePort:
         return conn
 
     def _read_loop(self) -> None:
+        refusals = 0
         while not self._stop.is_set():
             try:
                 conn = self._connect()
-            except (OSError, PortError):
-                self._stop.wait(self._reconnect_s)
+            except (OSError, PortError) as exc:
+                self._tell(str(exc) or type(exc).__name__)
+                refusals = refusals + 1 if isinstance(exc, _NotTaken) else 0
+                if refusals == self._max_refusals:
+                    return
+                pause_s = self._reconnect_s * 2 ** min(refusals, 5)
+                self._stop.wait(min(pause_s, max(MAX_PAUSE_S, self._reconnect_s)))
                 continue
-            reason = "closed"
+            reason, self._told, refusals = "closed", "", 0
             with self._lock:
                 self._conn = conn
                 if self._stop.is_set():  # close() came while we were connecting
@@ -190,6 +210,12 @@ class EnginePort:
                 self._handler.on_disconnected(reason)
             self._stop.wait(self._reconnect_s)
 
+    def _tell(self, reason: str) -> None:
+        """Each reason once. Ranks come and go with their engine, which tells for them."""
+        if reason != self._told and isinstance(self._hello, Hello):
+            log.warning("no agent at %s: %s", self._path, reason)
+        self._told = reason
+
     def _connect(self) -> _Connection:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         fds: list[int] = []
@@ -202,7 +228,7 @@ class EnginePort:
             message = decode(_recv_exact(sock, header_bytes))
             _recv_exact(sock, blob_bytes)
             if isinstance(message, Refused):
-                raise PortError(f"agent refused: {message.message}")
+                raise _NotTaken(f"agent refused: {message.message}")
             if not isinstance(message, Welcome) or len(fds) != 2:
                 raise PortError("expected Welcome with two descriptors")
             if message.version != PORT_VERSION:

@@ -166,6 +166,8 @@ class FetchDone(PortMessage):
     """
     retry_after_s: float = 1.0
     message: str = ""
+    quality: str = ""
+    """Class of what came (docs/codecs.md); empty: nothing did."""
 
 
 @dataclass(frozen=True, slots=True)

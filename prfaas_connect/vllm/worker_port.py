@@ -11,6 +11,9 @@ import numpy.typing as npt
 from prfaas_connect.port.engine import EngineHandler, EnginePort
 from prfaas_connect.port.messages import PORT_VERSION, Join, PortError, PortMessage
 
+MAX_REFUSALS = 20
+"""Some 15 s: by then the agent has no such connection any more, and names are never used again."""
+
 
 class JoinedPort(Protocol):
     """What is needed of `EnginePort`."""
@@ -55,7 +58,9 @@ class WorkerPort:
 
     def join(self, join: Join) -> JoinedPort:
         """A port that has not started."""
-        return EnginePort(self._path, join, self._handler, reconnect_s=0.05)
+        return EnginePort(
+            self._path, join, self._handler, reconnect_s=0.05, max_refusals=MAX_REFUSALS
+        )
 
     def close(self) -> None:
         """Leave, and end the threads."""

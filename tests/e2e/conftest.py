@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,14 @@ from prfaas.testing.stack import RunningStack, running_stack
 ENGINE = {"chunk_tokens": 64, "kv_memory_bytes": 16 << 20, "max_context": 8192}
 
 
-@contextmanager
-def fp32_stack(directory: Path, model: Path) -> Iterator[RunningStack]:
+@pytest.fixture(scope="session")
+def fp32_one(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
+) -> Iterator[RunningStack]:
     """fp32 KV; blocks of 16 at P and 64 at D; every import read back and compared."""
     with running_stack(
-        directory / "stack",
-        model,
+        tmp_path_factory.mktemp("fp32") / "stack",
+        tiny_model_dir,
         gateway={"policy": {"name": "always_remote"}, "short_body_bytes": 0},
         agent={"verify_import": True},
         d_engine={**ENGINE, "kv_dtype": "float32", "block_tokens": 64},
@@ -29,20 +30,12 @@ def fp32_stack(directory: Path, model: Path) -> Iterator[RunningStack]:
         yield stack
 
 
-@pytest.fixture(scope="session")
-def always_remote_fp32(
-    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
-) -> Iterator[RunningStack]:
-    """One stack for all tests that leave its processes alone."""
-    with fp32_stack(tmp_path_factory.mktemp("fp32"), tiny_model_dir) as stack:
-        yield stack
-
-
 @pytest.fixture
-def fp32_stack_to_break(tmp_path: Path, tiny_model_dir: Path) -> Iterator[RunningStack]:
-    """A stack of its own for a test that kills its processes."""
-    with fp32_stack(tmp_path, tiny_model_dir) as stack:
-        yield stack
+def always_remote_fp32(fp32_one: RunningStack) -> RunningStack:
+    """The same, whole again whatever the test before has left of it."""
+    fp32_one.ensure_up()
+    fp32_one.wait_link_ready()
+    return fp32_one
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from local_engine.models.config import config_from_hf
 from local_engine.models.llama import LlamaModel
 from local_engine.requests import EngineRequest, FinishReason, SamplingParams, TokenEvent
 from local_engine.runner import TorchRunner
+from local_engine.sampler import Drawn
 from local_engine.stream import TokenStream
 from local_engine.testing import CHAIN_LAYOUT, CHAIN_VOCAB, ChainRunner, chain_answer
 from prfaas.clock import Deadline
@@ -54,7 +55,7 @@ class GatedRunner(ChainRunner):
         self.gate.set()
         self.fails = False
 
-    def decode(self, rows: Any) -> list[int]:
+    def decode(self, rows: Any) -> list[Drawn]:
         assert self.gate.wait(20)
         if self.fails:
             raise RuntimeError("the device is gone")

@@ -253,6 +253,7 @@ def demo_reference(demo_model_path: Path) -> Any:
 
 
 @pytest.mark.real_model
+@pytest.mark.timeout(300)  # transformers unpacks the GGUF for a quarter of a minute of CPU time
 @torch.no_grad()
 def test_logits_of_the_demo_model_equal_those_of_transformers(
     demo_model_path: Path, demo_reference: Any

@@ -101,7 +101,7 @@ class Rig:
         drawn = [tokens[-1]]
         for at in range(count):
             row = DecodeRow(drawn[-1], len(tokens) - 1 + at, table, DRAW)
-            drawn += self.runner.decode([row])
+            drawn += [one.token_id for one in self.runner.decode([row])]
         return drawn[1:]
 
 
@@ -141,7 +141,7 @@ def test_a_batch_answers_as_each_of_its_rows_alone() -> None:
         DecodeRow(prompt[-1], len(prompt) - 1, table, DRAW)
         for table, prompt in zip(tables, prompts, strict=True)
     ]
-    together = rig.runner.decode(rows)
+    together = [one.token_id for one in rig.runner.decode(rows)]
     assert together == [Rig().answer(prompt, 1, [])[0] for prompt in prompts]
 
 

@@ -132,31 +132,70 @@ def test_sequences_of_one_batch_do_not_see_each_other(pair: Build, variant: str)
     torch.testing.assert_close(runner.logits(rows), want, atol=TOLERANCE, rtol=0)
 
 
+BIAS = ((5, 2.0), (9, -100.0), (700, 4.0))
+
+
 @pytest.mark.parametrize("variant", ["qwen2", "qwen3"])
-def test_an_answer_is_the_one_transformers_generates(pair: Build, variant: str) -> None:
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({}, {}),
+        ({"repetition_penalty": 1.6}, {"repetition_penalty": 1.6}),
+        (
+            {"logit_bias": BIAS, "repetition_penalty": 1.2},
+            {
+                "sequence_bias": [[[token], bias] for token, bias in BIAS],
+                "repetition_penalty": 1.2,
+            },
+        ),
+    ],
+    ids=["plain", "repetition", "bias and repetition"],
+)
+def test_an_answer_is_the_one_transformers_generates(
+    pair: Build, variant: str, ours: dict[str, Any], theirs: dict[str, Any]
+) -> None:
     both = pair(variant)
     tokens = prompt(75)
     with torch.no_grad():
-        whole = both.reference.generate(
-            torch.tensor([tokens]),
-            max_new_tokens=16,
-            do_sample=False,
-            pad_token_id=0,
-        )
+        want = both.reference.generate(
+            torch.tensor([tokens]), max_new_tokens=16, do_sample=False, pad_token_id=0,
+            return_dict_in_generate=True, output_logits=True, **theirs,
+        )  # fmt: skip
     engine = harness(both.loaded, "float32", 16)
-    engine.submit("r", tokens, 16)
+    stream = engine.submit("r", tokens, 16, logprobs=3, **ours)
     engine.run()
-    assert engine.streams["r"].tokens == whole[0, len(tokens) :].tolist()
+    assert stream.tokens == want.sequences[0, len(tokens) :].tolist()
+    told = [one for event in stream.events for one in event.logprobs]
+    for token, one, raw in zip(stream.tokens, told, want.logits, strict=True):
+        logprobs = torch.log_softmax(raw[0], -1)
+        assert one.logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
+        assert [other for other, _ in one.top] == logprobs.topk(3).indices.tolist()
+
+
+def test_penalties_and_logprobs_survive_preemption(pair: Build) -> None:
+    model = pair("qwen3").loaded
+    answers = []
+    for blocks in (64, 11):
+        engine = harness(model, "float32", 8, blocks=blocks)
+        for seed in range(3):
+            engine.submit(
+                f"r{seed}", prompt(20, seed), 14, temperature=1.0, seed=seed,
+                repetition_penalty=1.5, frequency_penalty=0.5, logprobs=0,
+            )  # fmt: skip
+        engine.run()
+        answers.append([stream.tokens for stream in engine.streams.values()])
+        told = [one for event in engine.streams["r0"].events for one in event.logprobs]
+        assert len(told) == 14
+    assert engine.core.stats().preemptions > 0
+    assert answers[0] == answers[1]
 
 
 def harness(model: LoadedModel, kv_dtype: str, block_tokens: int, **kwargs: Any) -> CoreHarness:
     return CoreHarness(
         layout=model.config.kv_layout(kv_dtype),
         make_runner=lambda pool: TorchRunner(model.model, pool),
-        blocks=1024 // block_tokens,
-        block_tokens=block_tokens,
-        chunk_tokens=32,
-        **kwargs,
+        **{"blocks": 1024 // block_tokens, "block_tokens": block_tokens, "chunk_tokens": 32}
+        | kwargs,
     )
 
 

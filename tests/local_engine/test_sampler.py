@@ -6,21 +6,21 @@ import pytest
 import torch
 
 from local_engine.requests import SamplingParams
-from local_engine.sampler import TokenDraw, draw_tokens, uniform
+from local_engine.sampler import Drawn, TokenDraw, draw_tokens, uniform
 
 VOCAB = 3000
 
 
 def draw(logits: torch.Tensor, index: int = 0, seed: int = 1, **params: float) -> int:
     sampling = SamplingParams(max_tokens=1, **params)  # type: ignore[arg-type]
-    (token,) = draw_tokens(logits[None], [TokenDraw(sampling, seed, index)])
-    return token
+    (drawn,) = draw_tokens(logits[None], [TokenDraw(sampling, seed, index)])
+    return drawn.token_id
 
 
 def frequencies(logits: torch.Tensor, count: int = 3000, **params: float) -> torch.Tensor:
     sampling = SamplingParams(max_tokens=1, **params)  # type: ignore[arg-type]
     draws = [TokenDraw(sampling, 7, index) for index in range(count)]
-    tokens = draw_tokens(logits.expand(count, -1), draws)
+    tokens = [drawn.token_id for drawn in draw_tokens(logits.expand(count, -1), draws)]
     return torch.bincount(torch.tensor(tokens), minlength=len(logits)).double() / count
 
 
@@ -87,11 +87,10 @@ def test_a_draw_depends_on_seed_and_index_and_not_on_the_batch() -> None:
     draws = [TokenDraw(params, seed=5, index=i) for i in range(4)]
     together = draw_tokens(logits, draws)
     alone = [draw_tokens(logits[i : i + 1], [draws[i]])[0] for i in range(4)]
-    mixed = draw_tokens(
-        logits[[2, 0]], [draws[2], TokenDraw(SamplingParams(1, temperature=0.0), 0, 0)]
-    )
+    greedy = TokenDraw(SamplingParams(1, temperature=0.0), 0, 0)
+    mixed = draw_tokens(logits[[2, 0]], [draws[2], greedy])
     assert together == alone
-    assert mixed == [together[2], int(logits[0].argmax())]
+    assert mixed == [together[2], Drawn(int(logits[0].argmax()))]
     assert len({draw(logits[0], index=i) for i in range(30)}) > 3
     assert len({draw(logits[0], seed=i) for i in range(30)}) > 3
 

@@ -237,7 +237,9 @@ async def test_rubbish_on_the_socket_is_refused_and_the_next_engine_is_served(
     await agent.server.close()
 
 
-async def test_second_engine_is_refused_while_one_is_connected(tmp_path: Path) -> None:
+async def test_second_engine_is_refused_while_one_is_connected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     agent = Agent(tmp_path / "s")
     await agent.server.start()
     one = EnginePort(str(tmp_path / "s"), hello(), Recorder())
@@ -248,6 +250,9 @@ async def test_second_engine_is_refused_while_one_is_connected(tmp_path: Path) -
     await asyncio.sleep(0.1)
     assert not two.connected
     assert one.connected
+    assert [
+        each.message for each in caplog.records if each.name == "prfaas_connect.port.engine"
+    ] == [f"no agent at {tmp_path / 's'}: agent refused: another engine is connected"]
     await asyncio.to_thread(one.close)
     await asyncio.wait_for(agent.conns.get(), 5)
     await asyncio.to_thread(two.close)
@@ -385,7 +390,7 @@ async def test_other_processes_of_an_engine_join_it_and_leave_with_it(tmp_path: 
 @pytest.mark.parametrize(
     "change", [{"connection": "of long ago"}, {"rank": 1}, {"rank": -1}, {"version": 2}]
 )
-async def test_a_process_of_no_connected_engine_is_refused(
+async def test_a_process_of_no_connected_engine_is_refused_and_gives_up(
     tmp_path: Path, change: dict[str, object]
 ) -> None:
     agent = Agent(tmp_path / "s")
@@ -399,10 +404,11 @@ async def test_a_process_of_no_connected_engine_is_refused(
         assert main.welcome is not None
         right = {"version": PORT_VERSION, "connection": main.welcome.connection, "rank": 0}
         join = Join(**(right | change))  # type: ignore[arg-type]
-        rank = EnginePort(str(tmp_path / "s"), join, rank_seen, reconnect_s=0.02)
+        rank = EnginePort(str(tmp_path / "s"), join, rank_seen, reconnect_s=0.01, max_refusals=3)
         rank.start()
         try:
-            await asyncio.sleep(0.1)
+            await asyncio.to_thread(rank._reader.join, 5)
+            assert not rank._reader.is_alive()
             assert not rank.connected
             assert not conn.ranks
             assert main.connected

@@ -59,7 +59,7 @@ def test_a_plan_signed_with_either_key_is_admitted_once(key: bytes) -> None:
     [
         ({"key": b"wrong"}, "unauthorized", False),
         ({"now": NOW + 31}, "expired", True),
-        ({"quality": "tight"}, "unsupported_quality", True),
+        ({"quality": "rough"}, "unsupported_quality", True),
         ({"deadline_s": 0.0}, "invalid_request", True),
         ({"plan": ()}, "no_plan", True),
         ({"plan": (PlanStep("fra", "p0"), PlanStep("x", "y"))}, "unknown_peer", True),

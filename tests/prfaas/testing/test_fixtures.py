@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -55,6 +56,7 @@ def test_each_leak_fails_its_test_and_clean_tests_pass(tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-o", "asyncio_mode=auto", str(module)],
         cwd=tmp_path,
+        env=os.environ | {"PRFAAS_LEAK_GRACE_S": "1"},
         capture_output=True,
         text=True,
         timeout=50,

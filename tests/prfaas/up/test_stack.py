@@ -74,6 +74,22 @@ def test_keys_do_not_print(stack: Stack) -> None:
 
 
 def test_free_ports_differ() -> None:
+    ports = free_ports(20)
+    assert len(set(ports)) == 20
+    assert not set(free_ports(20, but=ports)) & set(ports)
+
+
+def test_free_ports_are_none_that_an_outgoing_connection_may_be_given() -> None:
+    lowest = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not lowest.exists():
+        pytest.skip("this kernel does not say which these are")
+    assert max(free_ports(20)) < int(lowest.read_text().split()[0])
+
+
+def test_where_the_kernel_does_not_say_any_free_port_will_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("prfaas.up.stack._OUTGOING_PORTS", tmp_path / "absent")
     assert len(set(free_ports(20))) == 20
 
 

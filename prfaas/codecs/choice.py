@@ -1,0 +1,71 @@
+"""Which codec a chunk is sent with: the one that gets it across soonest, less loss before more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from prfaas.codecs.base import Codec, base_name
+from prfaas.codecs.raw import RAW
+
+GAIN = 0.05
+"""A codec that changes more, or is only a little faster, must save this share of the time."""
+SWITCH_GAIN = 0.15
+"""To leave the codec of the chunk before takes more: measurements waver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """What a codec does: raw bytes a second on one thread, raw over wire bytes."""
+
+    bytes_per_s: float
+    ratio: float
+
+    def seconds(self, goodput_bytes_per_s: float, threads: int) -> float:
+        """Time of one raw byte: it is encoded and sent at once, so the slower of both counts."""
+        encode_s = 1 / (self.bytes_per_s * threads)
+        return max(encode_s, 1 / (self.ratio * goodput_bytes_per_s))
+
+
+EXPECTED = {
+    "raw": Pace(4e9, 1.0),
+    "planes-zstd": Pace(0.3e9, 1.45),
+    "exponent": Pace(0.8e9, 1.5),
+    "int8": Pace(1.5e9, 1.9),
+    "near-channels": Pace(0.4e9, 2.5),
+}
+"""Before anything was measured: what a core does with bfloat16 KV, about."""
+
+
+def choose(
+    codecs: Sequence[Codec],
+    paces: Mapping[str, Pace],
+    *,
+    goodput_bytes_per_s: float,
+    threads: int,
+    current: Codec | None = None,
+) -> Codec:
+    """One of `codecs` (none: `raw`), by its pace on this machine and the link's. While the link is
+    not measured (0): the one for fewest bytes.
+
+    Never one that is slower than `raw`, by these numbers, where `raw` is among them.
+    """
+    if not codecs:
+        return RAW
+    known = {
+        codec.name: paces.get(codec.name) or EXPECTED[base_name(codec.name)] for codec in codecs
+    }
+    if goodput_bytes_per_s <= 0:
+        return max(codecs, key=lambda codec: known[codec.name].ratio)
+    seconds = {name: pace.seconds(goodput_bytes_per_s, threads) for name, pace in known.items()}
+    ranked = sorted(codecs, key=lambda codec: (codec.quality.rank, codec.id))
+    best = ranked[0]
+    for codec in ranked[1:]:
+        if seconds[codec.name] < seconds[best.name] * (1 - GAIN):
+            best = codec
+    if current is not None and current.name in seconds:
+        plain_s = seconds.get(RAW.name, float("inf"))
+        kept_s = seconds[current.name]
+        if kept_s <= plain_s and seconds[best.name] >= kept_s * (1 - SWITCH_GAIN):
+            return current
+    return best
