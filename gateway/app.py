@@ -18,6 +18,7 @@ from gateway.cluster_view import ClusterView
 from gateway.engines import Engine, Engines
 from gateway.generation import Generation
 from gateway.handlers import Handlers
+from gateway.live_policy import LivePolicy, MakePolicy
 from gateway.metrics import GatewayMetrics, LiveSources
 from gateway.records import RecordBook
 from gateway.tokenise import PromptTokenizer, Tokeniser
@@ -58,7 +59,9 @@ class Gateway:
         policy: RoutingPolicy[Any],
         tokenizer: PromptTokenizer | None,
         clock: Clock = SYSTEM_CLOCK,
+        make_policy: MakePolicy | None = None,
     ) -> None:
+        """`make_policy` makes canary and shadow, and what changed files name."""
         check_settings(settings)
         gateway, limits = settings.gateway, settings.limits
         files = open_files(gateway.tls, "client", "gateway.tls")
@@ -78,10 +81,11 @@ class Gateway:
         self.tokenizer_check = TokenizerCheck(
             self._tokeniser, self.engines.any_upstream, gateway.tokenize_check_every, limits
         )
+        self.policy = LivePolicy(gateway, policy, make_policy, self.metrics)
         self.generation = Generation(
             gateway,
             limits,
-            policy,
+            self.policy,
             self.view,
             self._tokeniser,
             self.tokenizer_check,
@@ -123,6 +127,7 @@ class Gateway:
         )
         tasks = [asyncio.create_task(client.run()) for client in self._watch_clients()]
         tasks.append(asyncio.create_task(self.engines.run()))
+        tasks.append(asyncio.create_task(self.policy.run()))
         try:
             await runner.setup()
             site = web.TCPSite(runner, self._settings.host, self._settings.port)
@@ -188,6 +193,7 @@ async def serve(
     ready: Callable[[int], None] | None = None,
     *,
     policy: RoutingPolicy[Any],
+    make_policy: MakePolicy | None = None,
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT: then drain, and at a second signal stop at once.
 
@@ -200,7 +206,7 @@ async def serve(
         logger.warning(
             "gateway.tokenizer is not set: only prompts that are token arrays can be offloaded"
         )
-    gateway = Gateway(settings, policy, tokenizer)
+    gateway = Gateway(settings, policy, tokenizer, make_policy=make_policy)
     stop, force = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import msgspec
 
@@ -15,6 +14,7 @@ from gateway.cluster_view import ClusterView
 from gateway.dispatch import Dispatcher, new_key
 from gateway.engines import Engine, Engines
 from gateway.keepalive import KeepaliveSink
+from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.quality import quality_of, salt_of
 from gateway.records import RecordBook, RequestRecord, summary
@@ -44,7 +44,6 @@ from prfaas.errors import (
     UnknownModel,
 )
 from prfaas.hashing import cache_salt
-from prfaas.interfaces import LearningPolicy, RoutingPolicy
 from prfaas.limits import Limits
 from prfaas.settings import GatewaySettings
 from prfaas.snapshot import Decision, Outcome, Reason, RequestFacts, Target
@@ -78,14 +77,14 @@ class Inbound:
 
 
 class Generation:
-    """Serves chat and completions. Owns the policy's state and the timers of late outcomes;
+    """Serves chat and completions. Owns the timers of late outcomes;
     close it with `close`, after the last request."""
 
     def __init__(
         self,
         settings: GatewaySettings,
         limits: Limits,
-        policy: RoutingPolicy[Any],
+        policy: LivePolicy,
         view: ClusterView,
         tokeniser: Tokeniser,
         tokenizer_check: TokenizerCheck,
@@ -98,8 +97,6 @@ class Generation:
         self._settings = settings
         self._limits = limits
         self._policy = policy
-        self._policy_state = policy.initial_state()
-        self._learner = policy if isinstance(policy, LearningPolicy) else None
         self._view = view
         self._tokeniser = tokeniser
         self._tokenizer_check = tokenizer_check
@@ -333,7 +330,7 @@ class Generation:
         if waiter is not None:
             waiter.set()
         self._view.breakers.outcome(record.engine, outcome)
-        self._policy_state = self._policy.observe(self._policy_state, outcome)
+        self._policy.observe(record.policy_role, outcome)
         self._metrics.outcome(outcome)
         self._dispatcher.prefill_over(record)
         timer = self._timers.pop(outcome.transfer_id, None)
@@ -394,12 +391,11 @@ class Generation:
     ) -> Decision:
         assert record.facts is not None
         assert record.snapshot is not None
-        record.policy, record.policy_state = self._policy.name, self._policy_state
-        decision = self._policy.decide(record.facts, record.snapshot, self._policy_state)
-        if self._learner is not None:
-            self._policy_state = self._learner.saw(
-                self._policy_state, record.facts, record.snapshot
-            )
+        chosen = self._policy.decide(record.facts, record.snapshot, record.key)
+        record.policy, record.policy_state = chosen.policy, chosen.state
+        record.policy_role, record.policy_version = chosen.role, chosen.version
+        record.shadow, decision = chosen.shadow, chosen.decision
+        self._metrics.policy_decided(chosen)
         if client_params is not None and client_params.plan:
             plan = tuple((step.peer, step.instance) for step in client_params.plan)
             decision = replace(

@@ -17,6 +17,7 @@ from gateway.breaker import BreakerState
 from gateway.cluster_view import ClusterView
 from gateway.engines import Engines
 from gateway.histogram import Histogram
+from gateway.live_policy import Chosen
 from gateway.records import RequestRecord
 from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
@@ -61,6 +62,24 @@ class GatewayMetrics:
         self.engine_retries = self._counter(
             "engine_retries", "Requests that went on to another engine.", "engine", "reason"
         )
+        self.policy_changes = self._counter(
+            "policy_changes",
+            "Policies that were `loaded`, `refused` or `rolled_back` while it runs.",
+            "role",
+            "result",
+        )
+        self.policy_requests = self._counter(
+            "policy_decisions", "Decisions by who made them.", "role", "policy"
+        )
+        self.shadow_decisions = self._counter(
+            "shadow_decisions", "What the shadow policy was asked.", "agrees"
+        )
+        self.shadow_saved = self._counter(
+            "shadow_saved_seconds", "Estimated TTFT that the shadow policy would have saved."
+        )
+        self.shadow_lost = self._counter(
+            "shadow_lost_seconds", "Estimated TTFT that the shadow policy would have lost."
+        )
         self.refused = self._counter("refused", "Requests refused at the door.", "reason")
         self.certificate_end = Gauge(
             "prfaas_gateway_certificate_end_seconds",
@@ -81,6 +100,9 @@ class GatewayMetrics:
         )
         self.ttft = self._histogram("ttft_seconds", "To the first event of a stream.", TTFT_BUCKETS)
         self.itl = self._histogram("itl_seconds", "Between two events of a stream.", ITL_BUCKETS)
+        self.policy_ttft = self._histogram(
+            "policy_ttft_seconds", "To the first event, by who decided.", TTFT_BUCKETS, "role"
+        )
         self.e2e = self._histogram("e2e_seconds", "To the end of the answer.", E2E_BUCKETS)
 
     def watch(self, sources: LiveSources) -> None:
@@ -96,10 +118,26 @@ class GatewayMetrics:
         self.requests.labels(target, record.status).inc()
         if record.ttft_s is not None:
             self.ttft.observe(target, record.ttft_s)
+            if record.policy_role:
+                self.policy_ttft.observe(record.policy_role, record.ttft_s)
         if record.e2e_s is not None:
             self.e2e.observe(target, record.e2e_s)
         if record.committed and record.error and record.status == "200":
             self.broken_streams.labels(word(record.error)).inc()
+
+    def policy_changed(self, role: str, result: str) -> None:
+        self.policy_changes.labels(role, result).inc()
+
+    def policy_decided(self, chosen: Chosen) -> None:
+        """Count a decision, and what the shadow policy says to it."""
+        self.policy_requests.labels(chosen.role, chosen.policy).inc()
+        shadow = chosen.shadow
+        if shadow is not None:
+            self.shadow_decisions.labels("yes" if shadow.agrees else "no").inc()
+            if shadow.saved_s is not None:
+                (self.shadow_saved if shadow.saved_s > 0 else self.shadow_lost).inc(
+                    abs(shadow.saved_s)
+                )
 
     def outcome(self, outcome: Outcome) -> None:
         """Count what became of a transfer."""
@@ -114,8 +152,10 @@ class GatewayMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"prfaas_gateway_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"prfaas_gateway_{name}", text, "target", buckets)
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], label: str = "target"
+    ) -> Histogram:
+        histogram = Histogram(f"prfaas_gateway_{name}", text, label, buckets)
         self.registry.register(histogram)
         return histogram
 

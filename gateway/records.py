@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.live_policy import Shadow
 from prfaas.clock import Clock
 from prfaas.errors import PrfaasError
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target
@@ -39,6 +40,11 @@ class RequestRecord:
     snapshot: Snapshot | None = None
     policy: str = ""
     policy_state: object = None
+    policy_role: str = ""
+    """`active` or `canary`."""
+    policy_version: int = 0
+    shadow: Shadow | None = None
+    """What another policy would have done."""
     decision: Decision | None = None
     kv_quality: str = "exact"
     """Class that KV from a peer may have."""
@@ -146,6 +152,9 @@ def summary(record: RequestRecord) -> Mapping[str, Any]:
         "outcome": record.outcome,
         "policy": record.policy,
         "policy_state": record.policy_state,
+        "policy_role": record.policy_role,
+        "policy_version": record.policy_version,
+        "shadow": record.shadow,
         "facts": record.facts,
         "snapshot": record.snapshot,
     }

@@ -75,7 +75,7 @@ def gateway(
     settings = _settings(config, "gateway", host=host, port=port, offload=offload)
     policy = make_policy(settings.gateway.policy)
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
-    _run(serve(settings, _ready(ready_fd), policy=policy))
+    _run(serve(settings, _ready(ready_fd), policy=policy, make_policy=make_policy))
 
 
 @cli.command()

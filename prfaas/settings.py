@@ -216,6 +216,15 @@ class GatewaySettings(Section):
     engines: tuple[EngineEndpoint, ...] = Field((), description="Decode engines.")
     peers: tuple[PeerEndpoint, ...] = Field((), description="Prefill instances.")
     policy: PolicySettings = Field(PolicySettings(), description="Routing policy.")
+    canary: PolicySettings | None = Field(
+        None, description="Another policy that decides for `canary_share` of the requests."
+    )
+    canary_share: float = Field(
+        0.05, ge=0, le=1, description="Share of requests that the canary decides for."
+    )
+    shadow: PolicySettings | None = Field(
+        None, description="A policy that is asked too and not followed: what it would have saved."
+    )
     offload: bool = Field(
         True, description="False: everything stays local, counted as `offload_off`."
     )

@@ -92,7 +92,10 @@ def make_cluster() -> Callable[..., Any]:
                 engine.url, d.address if agents else None, p.address, **settings
             )
             gateway = Gateway(
-                chosen, make_policy(chosen.gateway.policy), tokenizer or ByteTokenizer()
+                chosen,
+                make_policy(chosen.gateway.policy),
+                tokenizer or ByteTokenizer(),
+                make_policy=make_policy,
             )
             await stack.enter_async_context(gateway.running())
             client = await stack.enter_async_context(
