@@ -16,8 +16,10 @@ from aiohttp import web
 from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.engine_probe import EngineProbe
+from gateway.front import Front
 from gateway.generation import Generation
 from gateway.handlers import Handlers
+from gateway.ids import Ids
 from gateway.metrics import GatewayMetrics, LiveSources
 from gateway.records import RecordBook
 from gateway.tokenise import PromptTokenizer, Tokeniser
@@ -75,6 +77,7 @@ class Gateway:
         self.tokenizer_check = TokenizerCheck(
             self._tokeniser, self._upstream, gateway.tokenize_check_every, limits
         )
+        self._ids = Ids()
         self.generation = Generation(
             gateway,
             limits,
@@ -86,6 +89,7 @@ class Gateway:
             self.records,
             self.metrics,
             self.budget,
+            self._ids,
             clock,
         )
         self.probe = EngineProbe(self._upstream, limits.control_timeout_s, self._engine_changed)
@@ -109,6 +113,7 @@ class Gateway:
             self.probe,
             self.records,
             self.metrics,
+            self._ids,
         )
         runner = web.AppRunner(
             handlers.app(),
@@ -119,17 +124,24 @@ class Gateway:
             lingering_time=LINGER_S,
             shutdown_timeout=CUT_S,
         )
+        front = self.front = Front(
+            self._limits,
+            self.generation,
+            self.admission,
+            self.metrics,
+            self._ids,
+            partial(_aiohttp_protocol, runner),
+            IDLE_CLIENT_S,
+        )
         tasks = [asyncio.create_task(client.run()) for client in self._watch_clients()]
         tasks.append(asyncio.create_task(self.probe.run()))
         try:
             await runner.setup()
-            site = web.TCPSite(runner, self._settings.host, self._settings.port)
-            await site.start()
-            self.port = runner.addresses[0][1]
+            self.port = await front.start(self._settings.host, self._settings.port)
             logger.info("listening on %s:%d", self._settings.host, self.port)
             yield self
         finally:
-            await runner.cleanup()
+            await asyncio.gather(front.close(CUT_S), runner.cleanup())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -161,6 +173,12 @@ class Gateway:
     def _engine_changed(self, reachable: bool) -> None:
         if reachable:
             self.tokenizer_check.start(self._settings.model)
+
+
+def _aiohttp_protocol(runner: web.AppRunner) -> asyncio.Protocol:
+    """For one connection; the runner is set up."""
+    assert runner.server is not None
+    return runner.server()
 
 
 def check_settings(settings: Settings) -> None:

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 NEVER = 1e9
 """Age in seconds of what was never heard: decades, and a number that JSON can carry."""
 
+MAX_UNFED = 256
+"""Snapshots without any telemetry that are kept to be used again."""
+
 UNCONNECTED = EngineInfo(name="")
 
 
@@ -78,6 +81,7 @@ class ClusterView:
         self.index = index or ExactPrefixIndex()
         self.sent = SentLedger(settle_s=limits.watch_interval_s)
         self.feeds: dict[str, Feed] = {}
+        self._unfed_known: dict[tuple[int, int, int], Snapshot] = {}
         if self._engine.agent is not None:
             self._add_feed(self._engine.name, self._engine.agent)
         for peer in self._peers:
@@ -144,6 +148,8 @@ class ClusterView:
 
     def snapshot(self, chains: Chains, fallback_free_tokens: int = 0) -> Snapshot:
         """Everything one decision may look at, with ages as of now."""
+        if not self.feeds:
+            return self._unfed(fallback_free_tokens)
         now = self._clock.now()
         local = self._local(chains, now)
         d_feed = self.feeds.get(self._engine.name)
@@ -154,6 +160,21 @@ class ClusterView:
             max_age_s=self._limits.watch_stale_s,
             fallback_free_tokens=fallback_free_tokens,
         )
+
+    def _unfed(self, fallback_free_tokens: int) -> Snapshot:
+        """Where no agent tells anything, snapshots repeat, and one is made once."""
+        unshown = self.sent.unshown(self._engine.name)
+        key = (unshown.tokens, unshown.requests, fallback_free_tokens)
+        known = self._unfed_known.get(key)
+        if known is None:
+            if len(self._unfed_known) >= MAX_UNFED:
+                self._unfed_known.clear()
+            local = self._local({}, 0.0)
+            known = Snapshot(
+                local, (), 0, self._limits.watch_stale_s, fallback_free_tokens=fallback_free_tokens
+            )
+            self._unfed_known[key] = known
+        return known
 
     def _local(self, chains: Chains, now: float) -> LocalEngine:
         name = self._engine.name
