@@ -2,305 +2,326 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import yaml
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 from bench.harness import Report
+from bench.policy_arms import LOADS, Arm, Figures, Measured, Memo
+from bench.policy_cases import Case, Site, cases, ready
 from policies.parameters import SPANS
-from policies.registry import make_policy
-from policies.scenario import Objectives, Profiles, Scenario, load_scenario
-from policies.simulator.capacity import SimulatedCapacity, Slowdown, capacity
-from policies.simulator.result import Summary
-from policies.simulator.run import simulate, with_rate
-from policies.study import StudySpec, planned, tune
-from policies.workload.request import Request, scaled
-from policies.workload.source import open_source, traces_folder
 from prfaas.errors import ConfigError
-from prfaas.settings import PolicySettings
 
-OURS = "priced"
+OURS = Arm("priced", "srpt")
 BASELINES = ("paper", "least_ttft", "local_first", "length_threshold", "uncached_ratio")
-SLOWDOWN = Slowdown(8.0, 16.0)
-DROPS = {"every_s": 150.0, "for_s": 30.0, "to_share": 0.1}
-LOADS = (0.80, 0.95)
+ORDERS = ("fcfs", "srpt", "slack")
+THIN = Case("paper", 2.5)
+USUAL_RTT_MS = Case("paper", 10).rtt_ms
+LOCAL_LOADS = (0.5, 0.9)
+LOCAL_KEYS = ("p50", "p90", "p99")
+LIMIT_S = 2100.0
+"""Of a run; BENCH_LIMIT_S changes it. Cases not begun by then are left out, and named."""
+STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}
+"""Student's t of 95% by number of seeds."""
+QUICK = (Case("paper", 100), Case("paper", 10), Case("paper", 10, drops=True))
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One scenario of the table."""
+class Deadline:
+    """When no more work begins, in seconds of the wall clock: processes share it."""
 
-    name: str
-    gbit_per_s: float
-    dense: bool = False
-    bursty: bool = False
-    drops: bool = False
-    two_peers: bool = False
-    rtt_ms: float = 5.0
-    trace: str = ""
+    at_s: float
 
-    def scenario(self, requests: int) -> tuple[Scenario, Profiles]:
-        """The paper's sites with this case's link, KV and arrivals; the planner splits D."""
-        near, far = ("8xh20:qwen3-235b", "8xh200:qwen3-235b") if self.dense else (
-            "paper-h20", "paper-h200",
-        )  # fmt: skip
-        link: dict[str, Any] = {"gbit_per_s": self.gbit_per_s, "rtt_ms": self.rtt_ms}
-        if self.drops:
-            link["dips"] = DROPS
-        count = 2 if self.two_peers else 1
-        peers = [
-            {"name": f"peer{i}", "profile": far, "instances": 4 // count, "link": link,
-             "cache_tokens": 4_000_000}
-            for i in range(count)
-        ]  # fmt: skip
-        data = {
-            "name": self.name,
-            "local": {"prefill": near, "instances": 8, "cache_tokens": 4_000_000,
-                      "prefill_instances": None if count == 1 else 3},
-            "peers": peers,
-            "objectives": {"ttft_p90_s": 10.0, "ttft_p99_s": 20.0},
-            "workload": {
-                "requests": requests,
-                "arrivals": {"rate_per_s": 2.0, "kind": "bursty" if self.bursty else "poisson"},
-            },
-        }  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "scenario.yaml"
-            path.write_text(yaml.safe_dump(data))
-            scenario, profiles = load_scenario(str(path))
-        if scenario.local.prefill_instances is None:
-            scenario = planned(scenario, profiles, list(scenario.workload.stream()))
-        return scenario, profiles
-
-
-CASES = (
-    Case("paper.100G", 100),
-    Case("paper.10G", 10),
-    Case("paper.5G", 5),
-    Case("paper.2.5G", 2.5),
-    Case("paper.10G.80ms", 10, rtt_ms=80),
-    Case("paper.10G.drops", 10, drops=True),
-    Case("paper.100G.drops", 100, drops=True),
-    Case("bursty.100G", 100, bursty=True),
-    Case("bursty.10G", 10, bursty=True),
-    Case("two_peers.10G", 10, two_peers=True),
-    Case("dense.100G", 100, dense=True),
-    Case("conversation.100G", 100, trace="mooncake_conversation_trace.jsonl.gz"),
-    Case("conversation.10G", 10, trace="mooncake_conversation_trace.jsonl.gz"),
-)
-QUICK = ("paper.100G", "paper.10G", "paper.10G.drops")
+    def over(self) -> bool:
+        return time.time() > self.at_s
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
-    """A policy with its parameters and queue order."""
+class Size:
+    """How much work a run is."""
 
-    policy: str
-    order: str = "fcfs"
-    parameters: tuple[tuple[str, float], ...] = ()
+    requests: int
+    seeds: int
+    trials: int
+    """Of each baseline's study; 0: they run as they are."""
 
 
-@dataclass(frozen=True, slots=True)
+FULL, SMALL = Size(1000, 3, 6), Size(800, 1, 0)
+
+
+Ratios = list[tuple[Case, int, float]]
+"""Case, seed and value."""
+
+
+@dataclass(slots=True)
 class Found:
-    """One arm in one case and seed."""
+    """What one case gave; figures are ratios unless they say otherwise."""
 
-    capacity: float
-    slowdown_capacity: float
-    loaded: dict[float, Summary]
+    case: Case
+    said: list[str] = field(default_factory=list)
+    ratios: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    """By seed."""
+    over_local: list[Mapping[str, float]] = field(default_factory=list)
+    """TTFT at each of LOCAL_KEYS over local only, for each seed and load of an Azure trace."""
+    orders: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    """Mean and P99 of TTFT over the paper's policy with FCFS, by router and queue order, at 80%."""
 
 
-class Bench:
-    """Runs cases and collects ratios to the paper's policy; nothing to close."""
+class CaseRun:
+    """Compares all policies in one case; nothing to close."""
 
-    def __init__(self, report: Report, quick: bool) -> None:
-        self._report = report
-        self._requests = 1000 if quick else 6000
-        self._seeds = 1 if quick else 3
-        self._trials = 0 if quick else 25
-        self.ratios: dict[str, list[tuple[str, float]]] = {}
+    def __init__(self, case: Case, size: Size) -> None:
+        self._size = size
+        self.found = Found(case)
 
-    def run(self, case: Case) -> None:
+    def run(self) -> Found:
+        case, size = self.found.case, self._size
         try:
-            scenario, profiles = case.scenario(self._requests)
+            site = ready(case, size.requests)
         except ConfigError as error:
-            self._report.say(f"{case.name}: {error.message}")
-            return
-        tuned = self._tuned(case, scenario)
-        for seed in range(self._seeds):
-            at = self._workload(case, scenario, seed)
-            if at is None:
-                self._report.say(f"{case.name}: {case.trace} is not there, left out")
-                return
-            paper = self._measure(scenario, profiles, at, Arm("paper"), None)
-            if paper is None:
-                self._report.say(f"{case.name}: the paper's policy holds objectives at no rate")
-                return
-            ours = self._measure(scenario, profiles, at, Arm(OURS, "srpt"), paper.capacity)
-            best = None
-            for arm in tuned:
-                found = self._measure(scenario, profiles, at, arm, paper.capacity)
-                if found is not None and (best is None or found.capacity > best.capacity):
-                    best = found
-            if ours is None:
-                self._report.say(f"{case.name}: ours holds objectives at no rate")
-                return
-            self._compare(case, seed, ours, paper, best)
+            self.found.said.append(f"{case.name}: left out: {error.message}")
+            return self.found
+        measured = Measured(site, Memo())
+        paper = self._first("paper", site)
+        tuned = [self._first(policy, site) for policy in BASELINES]
+        if size.trials:
+            tuned = [measured.tuned(arm, size.trials) for arm in tuned]
+        for seed in range(size.seeds):
+            if case.workload.startswith("azure"):
+                self._over_local(measured, seed)
+            rate = measured.capacity(paper, seed, site.start_rate_per_s, slowdown=False)
+            if rate is None:
+                self.found.said.append(f"{case.name} {seed}: the paper's policy holds no rate")
+                continue
+            self._compare(measured, seed, paper, tuned, rate)
+            if seed == 0:
+                self._orders(measured, paper, tuned, rate)
+        return self.found
+
+    @staticmethod
+    def _first(policy: str, site: Site) -> Arm:
+        """As a planner would have set it up: thresholds are those it solved."""
+        if "threshold_tokens" not in SPANS[policy]:
+            return Arm(policy)
+        threshold = max(64, int(site.threshold_tokens))
+        return Arm(policy, parameters=(("threshold_tokens", threshold),))
 
     def _compare(
-        self, case: Case, seed: int, ours: Found, paper: Found, best: Found | None
+        self, measured: Measured, seed: int, paper: Arm, tuned: list[Arm], rate: float
     ) -> None:
-        ratios = {
-            "capacity_over_paper": ours.capacity / paper.capacity,
-            "slowdown_capacity_over_paper": ours.slowdown_capacity / paper.slowdown_capacity,
-        }
+        name = f"{self.found.case.name} {seed}"
+        ours = measured.capacity(OURS, seed, rate, slowdown=False)
+        if ours is None:
+            self.found.said.append(f"{name}: ours holds no rate, the paper's {rate:.3g}/s")
+            return
+        ratios = {"capacity_over_paper": ours / rate}
+        slow = [measured.capacity(arm, seed, rate, slowdown=True) for arm in (OURS, paper)]
+        if slow[0] and slow[1]:
+            ratios["slowdown_capacity_over_paper"] = slow[0] / slow[1]
+        else:
+            self.found.said.append(f"{name}: slowdown is held at no rate by ours or the paper's")
         for load in LOADS:
-            mine, theirs = ours.loaded[load], paper.loaded[load]
-            ratios[f"mean_ttft_speedup.load{load * 100:.0f}"] = (
-                theirs.ttft_mean_s / mine.ttft_mean_s
+            mine, theirs = (measured.at(arm, seed, load * rate) for arm in (OURS, paper))
+            ratios |= _ratios(mine, theirs, f"load{load * 100:.0f}")
+        calm = replace(paper, parameters=(*paper.parameters, ("surge_s", 0.0)))
+        without = measured.capacity(calm, seed, rate, slowdown=False)
+        if without:
+            ratios["paper_without_surge"] = without / rate
+        best, best_mean_s = None, None
+        for arm in tuned:
+            held = measured.capacity(arm, seed, rate, slowdown=False)
+            if held is not None:
+                best = max(best or 0.0, held)
+                # Only what holds this rate counts.
+                if held >= LOADS[0] * rate:
+                    mean_s = measured.at(arm, seed, LOADS[0] * rate).mean_s
+                    best_mean_s = min(best_mean_s or mean_s, mean_s)
+        if best is not None and best_mean_s is not None:
+            ratios["capacity_over_best_baseline"] = ours / best
+            mine_s = measured.at(OURS, seed, LOADS[0] * rate).mean_s
+            ratios["mean_ttft_over_best_baseline"] = best_mean_s / mine_s
+        self.found.ratios[seed] = ratios
+        told = ", ".join(f"{key} {value:.3f}" for key, value in ratios.items())
+        self.found.said.append(f"{name}: paper {rate:.3g}/s; {told}")
+
+    def _over_local(self, measured: Measured, seed: int) -> None:
+        alone = Arm("always_local", OURS.order)
+        rate = measured.capacity(alone, seed, measured.site.start_rate_per_s, slowdown=False)
+        if rate is None:
+            return
+        for load in LOCAL_LOADS:
+            mine, theirs = (measured.at(arm, seed, load * rate) for arm in (OURS, alone))
+            self.found.over_local.append(
+                {key: getattr(mine, f"{key}_s") / getattr(theirs, f"{key}_s") for key in LOCAL_KEYS}
             )
-            ratios[f"p99_speedup.load{load * 100:.0f}"] = theirs.ttft_p99_s / mine.ttft_p99_s
-        ratios["longest_decile_p99_over_paper.load80"] = (
-            ours.loaded[LOADS[0]].longest_decile_p99_s / paper.loaded[LOADS[0]].longest_decile_p99_s
-        )
-        if best is not None:
-            ratios["capacity_over_best_baseline"] = ours.capacity / best.capacity
-            ratios["mean_ttft_over_best_baseline"] = (
-                best.loaded[LOADS[0]].ttft_mean_s / ours.loaded[LOADS[0]].ttft_mean_s
+
+    def _orders(self, measured: Measured, paper: Arm, tuned: list[Arm], rate: float) -> None:
+        load = LOADS[0] * rate
+        base = measured.at(paper, 0, load)
+        for arm in (*tuned, OURS):
+            for order in ORDERS:
+                figures = measured.at(replace(arm, order=order), 0, load)
+                self.found.orders[arm.policy, order] = (
+                    figures.mean_s / base.mean_s,
+                    figures.p99_s / base.p99_s,
+                )
+
+
+def _ratios(mine: Figures, theirs: Figures, load: str) -> dict[str, float]:
+    return {
+        f"mean_ttft_speedup.{load}": theirs.mean_s / mine.mean_s,
+        f"p99_speedup.{load}": theirs.p99_s / mine.p99_s,
+        f"longest_decile_p99_over_paper.{load}": (
+            mine.longest_decile_p99_s / theirs.longest_decile_p99_s
+        ),
+    }
+
+
+class Summed:
+    """Adds up cases; nothing to close."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._ratios: dict[str, Ratios] = {}
+        self._cases = 0
+        self.over_local: list[tuple[Case, Mapping[str, float]]] = []
+        self._orders: dict[tuple[str, str], list[tuple[float, float]]] = {}
+
+    def add(self, found: Found) -> None:
+        for line in found.said:
+            self._report.say(line)
+        self._cases += bool(found.ratios)
+        self.over_local += [(found.case, ratios) for ratios in found.over_local]
+        for seed, ratios in found.ratios.items():
+            for name, value in ratios.items():
+                self._ratios.setdefault(name, []).append((found.case, seed, value))
+        for key, pair in found.orders.items():
+            self._orders.setdefault(key, []).append(pair)
+
+    def rows(self, wanted: int) -> None:
+        """All figures, of so many cases that were wanted."""
+        self._report.add("cases", self._cases, "scenarios", f"of {wanted}; the others say why not")
+        for name, found in self._ratios.items():
+            whose = "" if name.startswith("paper") else "ours."
+            worst_of = max if "longest" in name else min
+            case, _, worst = worst_of(found, key=lambda item: item[2])
+            note = _interval(found)
+            self._report.add(f"{whose}{name}.geomean", _geomean(found), "ratio", note)
+            self._report.add(f"{whose}{name}.worst", worst, "ratio", f"{case.name}; {note}")
+            for kind, part in _by_kind(found):
+                self._report.add(f"{whose}{name}.{kind}", _geomean(part), "ratio", _interval(part))
+        for (policy, order), pairs in self._orders.items():
+            for at, what in enumerate(("mean", "p99")):
+                value = statistics.geometric_mean(pair[at] for pair in pairs)
+                note = f"TTFT over the paper's policy with FCFS at 80%; {len(pairs)} scenarios"
+                self._report.add(f"order.{policy}.{order}.{what}", value, "ratio", note)
+
+
+def _by_kind(found: Ratios) -> Iterator[tuple[str, Ratios]]:
+    hybrid = [item for item in found if not item[0].dense]
+    kinds = {
+        "link_drop": [item for item in found if item[0].drops],
+        "hybrid": hybrid,
+        "dense": [item for item in found if item[0].dense],
+        **{
+            f"{gbit:g}G": [item for item in hybrid if item[0].gbit_per_s == gbit]
+            for gbit in (100.0, 10.0, 5.0, 2.5)
+        },
+    }
+    return ((kind, part) for kind, part in kinds.items() if part)
+
+
+def _geomean(found: Ratios) -> float:
+    return statistics.geometric_mean(value for _, _, value in found)
+
+
+def _interval(found: Ratios) -> str:
+    """Student's 95% interval over seeds, each the mean of its scenarios' logarithms; and the range
+    of all runs."""
+    by_seed: dict[int, list[float]] = {}
+    for _, seed, value in found:
+        by_seed.setdefault(seed, []).append(math.log(value))
+    means = [statistics.fmean(values) for values in by_seed.values()]
+    low, high = (pick(value for _, _, value in found) for pick in (min, max))
+    runs = f"{len(found)} paired runs from {low:.3f} to {high:.3f}"
+    t = STUDENT.get(len(means))
+    if t is None:
+        return runs
+    half = t * statistics.stdev(means) / math.sqrt(len(means))
+    middle = statistics.fmean(means)
+    ends = f"{math.exp(middle - half):.3f} to {math.exp(middle + half):.3f}"
+    return f"95% interval over {len(means)} seeds {ends}; {runs}"
+
+
+def compact(report: Report, size: Size) -> None:
+    """The same policy with exact and with compact bytes, on the thinnest link."""
+    ratios: Ratios = []
+    for seed in range(size.seeds):
+        held = []
+        for quality in ("exact", "compact"):
+            site = ready(replace(THIN, quality=quality), size.requests)
+            rate = Measured(site, Memo()).capacity(
+                OURS, seed, site.start_rate_per_s, slowdown=False
             )
-        for name, value in ratios.items():
-            self.ratios.setdefault(name, []).append((case.name, value))
-        told = ", ".join(f"{name} {value:.3f}" for name, value in ratios.items())
-        self._report.say(f"{case.name} seed {seed}: paper {paper.capacity:.3f}/s; {told}")
-
-    def _measure(
-        self,
-        scenario: Scenario,
-        profiles: Profiles,
-        at: Callable[[float], Sequence[Request]],
-        arm: Arm,
-        reference: float | None,
-    ) -> Found | None:
-        order = scenario.queue_order.model_copy(update={"name": arm.order})
-        scenario = scenario.model_copy(update={"queue_order": order})
-        settings = PolicySettings.model_validate({"name": arm.policy, **dict(arm.parameters)})
-
-        def highest(slowdown: Slowdown | None) -> SimulatedCapacity:
-            objectives = scenario.objectives if slowdown is None else Objectives()
-            return capacity(
-                scenario, profiles, at, lambda: make_policy(settings), objectives,
-                start_rate_per_s=2.0, slowdown=slowdown,
-            )  # fmt: skip
-
-        try:
-            plain, slow = highest(None).rate_per_s, highest(SLOWDOWN).rate_per_s
-        except ConfigError:
-            return None
-        loaded = {
-            load: simulate(
-                scenario, profiles, at(load * (reference or plain)), make_policy(settings)
-            ).summary()
-            for load in LOADS
-        }
-        return Found(plain, slow, loaded)
-
-    def _workload(
-        self, case: Case, scenario: Scenario, seed: int
-    ) -> Callable[[float], Sequence[Request]] | None:
-        if not case.trace:
-            workload = scenario.workload.model_copy(update={"seed": 100 + seed})
-            seeded = scenario.model_copy(update={"workload": workload})
-            return lambda rate: list(with_rate(seeded, rate).workload.stream())
-        path = traces_folder() / case.trace
-        if not path.is_file():
-            return None
-        rows = list(open_source(path, None, scenario.workload))
-        # The second part; the first has trained.
-        rows = rows[len(rows) // 2 :][: self._requests]
-        start = rows[0].arrival_s
-        rows = [Request(r.number, r.arrival_s - start, r.prompt_tokens, r.output_tokens, r.blocks)
-                for r in rows]  # fmt: skip
-        usual = (len(rows) - 1) / rows[-1].arrival_s
-        return lambda rate: list(scaled(rows, rate / usual))
-
-    def _tuned(self, case: Case, scenario: Scenario) -> list[Arm]:
-        """Every baseline, with the same trials on the same training part; without any as it is."""
-        if not self._trials:
-            return [Arm(policy) for policy in BASELINES]
-        arms = []
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "scenario.yaml"
-            path.write_text(yaml.safe_dump(scenario.model_dump(mode="json")))
-            trace = traces_folder() / case.trace if case.trace else None
-            if trace is not None and not trace.is_file():
-                return []
-            for policy in BASELINES:
-                spec = StudySpec(str(path), policy, "rate", trace=trace)
-                storage = str(Path(folder) / f"{policy}.journal")
-                try:
-                    found = tune(spec, storage, self._trials, 1)
-                except ConfigError as error:
-                    self._report.say(f"{case.name}: {policy}: {error.message}")
-                    continue
-                assert SPANS[policy]
-                arms.append(Arm(policy, "fcfs", tuple(found.parameters.items())))
-        return arms
+            held.append(rate)
+        if held[0] and held[1]:
+            ratios.append((THIN, seed, held[1] / held[0]))
+    if ratios:
+        note = f"each with the planner's split of D; {_interval(ratios)}"
+        report.add("compact_over_exact.capacity.2.5G", _geomean(ratios), "ratio", note)
 
 
-def azure(report: Report, quick: bool) -> None:
-    """Ours over local only on traces of short prompts, at a quarter of their rate and at it: there
-    the three nodes of D alone do not keep up."""
-    scenario, profiles = load_scenario("paper")
-    local = scenario.local.model_copy(update={"prefill_instances": 3})
-    scenario = scenario.model_copy(update={"local": local})
-    found: dict[str, list[tuple[str, float]]] = {"p50": [], "p90": [], "p99": []}
-    for name in ("code", "conv"):
-        path = traces_folder() / f"AzureLLMInferenceTrace_{name}.csv.gz"
-        if not path.is_file():
-            report.say(f"{path} is not there, left out")
-            continue
-        rows = list(open_source(path, None, scenario.workload))[: 3000 if quick else None]
-        for speed in (0.25, 1.0):
-            requests = list(scaled(rows, speed))
-            ours, alone = (
-                simulate(
-                    scenario, profiles, requests, make_policy(PolicySettings(name=policy))
-                ).summary()
-                for policy in (OURS, "always_local")
-            )
-            for key, values in found.items():
-                ratio = getattr(ours, f"ttft_{key}_s") / getattr(alone, f"ttft_{key}_s")
-                values.append((f"{name} at {speed:g} times its rate", ratio))
-    for key, values in found.items():
-        if values:
-            case, worst = max(values, key=lambda item: item[1])
-            report.add(f"azure.{key}_over_local", worst, "ratio", f"worst: {case}")
+def azure(report: Report, found: list[tuple[Case, Mapping[str, float]]]) -> None:
+    """Rows of how ours compares with local only on traces of short prompts."""
+    for key in LOCAL_KEYS:
+        pairs = [(case, ratios[key]) for case, ratios in found]
+        if pairs:
+            case, worst = max(pairs, key=lambda item: item[1])
+            mean = statistics.geometric_mean(value for _, value in pairs)
+            loads = " and ".join(f"{load:.0%}" for load in LOCAL_LOADS)
+            note = f"at {loads} of what D holds alone, in the same queue order; worst of "
+            note += f"{len(pairs)}: {case.name}; geometric mean {mean:.3f}"
+            report.add(f"azure.{key}_over_local", worst, "ratio", note)
+
+
+def _late(case: Case) -> int:
+    """What a run that is short of time leaves out first: first come links that all workloads have
+    in common, last those that dense KV is not worth sending over."""
+    if case.dense:
+        return 2 if case.gbit_per_s == 100 and not case.drops and case.peers == 1 else 9
+    if case.drops or case.rtt_ms != USUAL_RTT_MS or case.peers > 1:
+        return 4 if case.drops else 6
+    return {10.0: 0, 100.0: 1, 2.5: 3, 5.0: 5}[case.gbit_per_s]
+
+
+def _run_case(case: Case, size: Size, limit: Deadline) -> Found:
+    if limit.over():
+        return Found(case, [f"{case.name}: left out: no time is left"])
+    return CaseRun(case, size).run()
 
 
 def run(quick: bool) -> None:
-    """All cases, or a few short ones in which nothing is tuned."""
+    """All cases that there is time for, or a few short ones in which nothing is tuned.
+
+    A full run that is started again goes on where it was: see `bench/policy_arms.py`.
+    """
     report = Report("policies", quick=quick)
-    bench = Bench(report, quick)
-    for case in CASES:
-        if not quick or case.name in QUICK:
-            bench.run(case)
-    for name, found in bench.ratios.items():
-        values = [value for _, value in found]
-        worst_case, worst = (max if "longest" in name else min)(found, key=lambda item: item[1])
-        note = f"{len(values)} runs; {min(values):.3f} to {max(values):.3f}"
-        report.add(f"ours.{name}.geomean", statistics.geometric_mean(values), "ratio", note)
-        report.add(f"ours.{name}.worst", worst, "ratio", f"{worst_case}; {note}")
-    drops = [value for case, value in bench.ratios["capacity_over_paper"] if "drops" in case]
-    if drops:
-        report.add(
-            "ours.capacity_over_paper.link_drop",
-            statistics.geometric_mean(drops),
-            "ratio",
-            f"a link at a tenth for 30 s in 150; {len(drops)} runs",
-        )
-    azure(report, quick)
+    size = SMALL if quick else FULL
+    limit = Deadline(time.time() + float(os.environ.get("BENCH_LIMIT_S", LIMIT_S)))
+    summed = Summed(report)
+    wanted = list(QUICK) if quick else sorted(cases(), key=_late)
+    jobs = int(os.environ.get("BENCH_JOBS", os.cpu_count() or 1))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        for found in pool.map(_run_case, wanted, repeat(size), repeat(limit)):
+            summed.add(found)
+    summed.rows(len(wanted))
+    compact(report, size)
+    azure(report, summed.over_local)
     report.finish()

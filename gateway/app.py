@@ -16,8 +16,10 @@ from aiohttp import web
 from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.engines import Engine, Engines
+from gateway.front import Front
 from gateway.generation import Generation
 from gateway.handlers import Handlers
+from gateway.ids import Ids
 from gateway.live_policy import LivePolicy, MakePolicy
 from gateway.metrics import GatewayMetrics, LiveSources
 from gateway.records import RecordBook
@@ -82,6 +84,7 @@ class Gateway:
             self._tokeniser, self.engines.any_upstream, gateway.tokenize_check_every, limits
         )
         self.policy = LivePolicy(gateway, policy, make_policy, self.metrics)
+        self._ids = Ids()
         self.generation = Generation(
             gateway,
             limits,
@@ -93,6 +96,7 @@ class Gateway:
             self.records,
             self.metrics,
             self.budget,
+            self._ids,
             clock,
         )
         self.metrics.watch(
@@ -115,6 +119,7 @@ class Gateway:
             self.engines,
             self.records,
             self.metrics,
+            self._ids,
         )
         runner = web.AppRunner(
             handlers.app(),
@@ -125,18 +130,25 @@ class Gateway:
             lingering_time=LINGER_S,
             shutdown_timeout=CUT_S,
         )
+        front = self.front = Front(
+            self._limits,
+            self.generation,
+            self.admission,
+            self.metrics,
+            self._ids,
+            partial(_aiohttp_protocol, runner),
+            IDLE_CLIENT_S,
+        )
         tasks = [asyncio.create_task(client.run()) for client in self._watch_clients()]
         tasks.append(asyncio.create_task(self.engines.run()))
         tasks.append(asyncio.create_task(self.policy.run()))
         try:
             await runner.setup()
-            site = web.TCPSite(runner, self._settings.host, self._settings.port)
-            await site.start()
-            self.port = runner.addresses[0][1]
+            self.port = await front.start(self._settings.host, self._settings.port)
             logger.info("listening on %s:%d", self._settings.host, self.port)
             yield self
         finally:
-            await runner.cleanup()
+            await asyncio.gather(front.close(CUT_S), runner.cleanup())
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -169,6 +181,12 @@ class Gateway:
     def _engine_changed(self, engine: Engine) -> None:
         if engine.probe.reachable:
             self.tokenizer_check.start(self._settings.model)
+
+
+def _aiohttp_protocol(runner: web.AppRunner) -> asyncio.Protocol:
+    """For one connection; the runner is set up."""
+    assert runner.server is not None
+    return runner.server()
 
 
 def check_settings(settings: Settings) -> None:

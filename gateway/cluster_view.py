@@ -31,6 +31,9 @@ logger = logging.getLogger(__name__)
 NEVER = 1e9
 """Age in seconds of what was never heard: decades, and a number that JSON can carry."""
 
+MAX_UNFED = 256
+"""Snapshots without any telemetry that are kept to be used again."""
+
 UNCONNECTED = EngineInfo(name="")
 
 
@@ -80,6 +83,7 @@ class ClusterView:
         self.breakers = Breakers(clock)
         self.sent = SentLedger(settle_s=limits.watch_interval_s)
         self.feeds: dict[str, Feed] = {}
+        self._unfed_known: dict[tuple[str, int, int, int], Snapshot] = {}
         self._watched = frozenset(e.name for e in settings.engines if e.agent is not None)
         for engine in settings.engines:
             if engine.agent is not None:
@@ -148,6 +152,8 @@ class ClusterView:
 
     def snapshot(self, engine: str, chains: Chains, fallback_free_tokens: int = 0) -> Snapshot:
         """Everything one decision for a request at `engine` may look at, with ages as of now."""
+        if not self.feeds:
+            return self._unfed(engine, fallback_free_tokens)
         now = self._clock.now()
         d_feed = self.feeds.get(engine)
         return Snapshot(
@@ -163,6 +169,21 @@ class ClusterView:
     def local(self, engine: str, chains: Chains) -> LocalEngine:
         """What a snapshot says of `engine` itself, with ages as of now."""
         return self._local(engine, chains, self._clock.now())
+
+    def _unfed(self, engine: str, fallback_free_tokens: int) -> Snapshot:
+        """Where no agent tells anything, snapshots repeat, and one is made once."""
+        unshown = self.sent.unshown(engine)
+        key = (engine, unshown.tokens, unshown.requests, fallback_free_tokens)
+        known = self._unfed_known.get(key)
+        if known is None:
+            if len(self._unfed_known) >= MAX_UNFED:
+                self._unfed_known.clear()
+            local = self._local(engine, {}, 0.0)
+            known = Snapshot(
+                local, (), 0, self._limits.watch_stale_s, fallback_free_tokens=fallback_free_tokens
+            )
+            self._unfed_known[key] = known
+        return known
 
     def _local(self, name: str, chains: Chains, now: float) -> LocalEngine:
         feed = self.feeds.get(name)

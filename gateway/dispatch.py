@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
-
 from gateway.admission import RETRY_AFTER_S, FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.records import RequestRecord
@@ -109,8 +107,3 @@ class Dispatcher:
             round(raw_bytes / ratio),
             self._clock.now(),
         )
-
-
-def new_key() -> str:
-    """An id that no other request has, here or in another gateway; also its transfer id."""
-    return secrets.token_hex(16)

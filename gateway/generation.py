@@ -5,19 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
 import msgspec
 
 from gateway.admission import FallbackBudget
 from gateway.cluster_view import ClusterView
-from gateway.dispatch import Dispatcher, new_key
+from gateway.deadlines import Deadlines
+from gateway.dispatch import Dispatcher
 from gateway.engines import Engine, Engines
+from gateway.ids import Ids
 from gateway.keepalive import KeepaliveSink
 from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.quality import quality_of, salt_of
-from gateway.records import RecordBook, RequestRecord, summary
+from gateway.records import RecordBook, RequestRecord
 from gateway.relay import (
     EVENT_STREAM,
     ClientSink,
@@ -28,6 +31,7 @@ from gateway.relay import (
     relay_stream,
     relay_whole,
 )
+from gateway.request_log import RequestLog
 from gateway.schema import Api, ParsedRequest, parse, rewrite
 from gateway.tokenise import Prompt, Tokeniser, guess
 from gateway.tokenizer_check import TokenizerCheck
@@ -49,7 +53,6 @@ from prfaas.settings import GatewaySettings
 from prfaas.snapshot import Decision, Outcome, Reason, RequestFacts, Target
 
 logger = logging.getLogger(__name__)
-request_logger = logging.getLogger("gateway.request")
 
 TARGET_HEADER = "x-prfaas-target"
 KV_FAILED = frozenset({"refused", "failed"})
@@ -63,17 +66,16 @@ PREFIX_BLOCKS = frozenset({64})
 """Block size by which prompts are compared where no engine has told one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Inbound:
+class Inbound(msgspec.Struct, frozen=True):
     """One client request, off the wire. `passed_headers` go on to the engine as they are."""
 
     request_id: str
     api: Api
     trace: Trace
-    body: bytes = field(repr=False)
+    body: bytes
     salt_header: str = ""
     quality_header: str = ""
-    passed_headers: Mapping[str, str] = field(default_factory=dict)
+    passed_headers: Mapping[str, str] = {}
 
 
 class Generation:
@@ -92,6 +94,7 @@ class Generation:
         records: RecordBook,
         metrics: GatewayMetrics,
         budget: FallbackBudget,
+        ids: Ids,
         clock: Clock,
     ) -> None:
         self._settings = settings
@@ -104,7 +107,10 @@ class Generation:
         self._records = records
         self._metrics = metrics
         self._budget = budget
+        self._ids = ids
         self._clock = clock
+        self._log = RequestLog()
+        self._deadlines = Deadlines(limits.request_timeout_s)
         self._dispatcher = Dispatcher(settings, limits, view, budget, clock)
         self._cache_secret = settings.cache_secret.get_secret_value().encode()
         self._needs_tokens = len(engines) > 1 or (
@@ -120,12 +126,17 @@ class Generation:
         Raises the PrfaasError to answer with; cancelling it (the client left) stops the engine.
         """
         record = self._records.open(
-            inbound.request_id, inbound.api.value, inbound.trace.trace_id, new_key()
+            inbound.request_id, inbound.api.value, inbound.trace.trace_id, self._ids.hex(16)
         )
+        task = asyncio.current_task()
+        assert task is not None
+        self._deadlines.begin(task)
         try:
-            async with asyncio.timeout(self._limits.request_timeout_s):
-                answer = await self._steps(inbound, sink, record)
-        except TimeoutError:
+            answer = await self._steps(inbound, sink, record)
+        except asyncio.CancelledError:
+            if not self._deadlines.expired(task):
+                record.fail(Cancelled("the client went away"))
+                raise
             error = EngineUnavailable(
                 f"not finished within {self._limits.request_timeout_s:g} s", phase="total"
             )
@@ -134,9 +145,6 @@ class Generation:
                 raise error from None
             self._note(record, await end_broken(sink, error))
             return None
-        except asyncio.CancelledError:
-            record.fail(Cancelled("the client went away"))
-            raise
         except PrfaasError as exc:
             record.fail(exc)
             raise
@@ -147,8 +155,10 @@ class Generation:
             self._note(record, answer)
             if isinstance(answer, Relayed):
                 return None
-            return replace(answer, headers={**answer.headers, **_answer_headers(record)})
+            answer.headers.update(_answer_headers(record))
+            return answer
         finally:
+            self._deadlines.end(task)
             record.committed = sink.started
             self._end(record)
 
@@ -166,7 +176,7 @@ class Generation:
         salt = salt_of(salt, quality)
 
         # 2. Template, tokenise and hash, unless it cannot be worth it.
-        prompt = await self._prompt(parsed, salt)
+        prompt = guess(parsed) if self._stays(parsed) else await self._prompt(parsed, salt)
 
         if not parsed.stream:
             return await self._attempts(inbound, parsed, prompt, salt, sink, record)
@@ -270,7 +280,7 @@ class Generation:
         if self._awaiting.pop(record.transfer_id, None) is not None:
             self._metrics.outcomes.labels("unknown").inc()
         record.transfer_id = ""
-        record.key = new_key()
+        record.key = self._ids.hex(16)
 
     async def _relay(
         self,
@@ -289,7 +299,7 @@ class Generation:
                     sink,
                     self._limits,
                     _stream_headers(record, content_type),
-                    lambda count: self._saw_events(record, count),
+                    partial(self._saw_events, record),
                 )
             else:
                 answer = await relay_whole(response, self._limits)
@@ -336,12 +346,14 @@ class Generation:
         timer = self._timers.pop(outcome.transfer_id, None)
         if timer is not None:
             timer.cancel()
-            self._log(record)
+            self._log.add(record)
 
     def close(self) -> None:
         """Log what still waits for its outcome."""
         for transfer_id in list(self._timers):
             self._give_up(transfer_id)
+        self._log.close()
+        self._deadlines.close()
 
     def _check_model(self, parsed: ParsedRequest) -> None:
         if parsed.model is not None and parsed.model != self._settings.model:
@@ -351,9 +363,11 @@ class Generation:
                 param="model",
             )
 
+    def _stays(self, parsed: ParsedRequest) -> bool:
+        """Its prompt need not be looked into: nothing could make it leave D."""
+        return self._is_short(parsed) or not self._needs_tokens or bool(parsed.features)
+
     async def _prompt(self, parsed: ParsedRequest, salt: str) -> Prompt:
-        if self._is_short(parsed) or not self._needs_tokens or parsed.features:
-            return guess(parsed)
         sizes = self._view.block_sizes() or PREFIX_BLOCKS
         prompt = await self._tokeniser.prompt(parsed, sizes, salt)
         if prompt.tokenised:
@@ -403,7 +417,7 @@ class Generation:
             )
         elif not self._settings.offload:
             decision = replace(decision, target=Target.LOCAL, reason=Reason.OFFLOAD_OFF, plan=())
-        self._metrics.decisions.labels(decision.target.value, decision.reason.value).inc()
+        self._metrics.decided(decision)
         return decision
 
     def _note_dispatch(self, record: RequestRecord) -> None:
@@ -424,12 +438,11 @@ class Generation:
         }
 
     def _saw_events(self, record: RequestRecord, count: int) -> None:
-        first = record.first_event_at is None
-        gaps = record.saw_events(count, self._clock.now())
-        if first:
+        gap_s = record.saw_events(count, self._clock.now())
+        if gap_s is None:
             self._dispatcher.prefill_over(record)
-        if gaps:  # they arrived together: all are alike
-            self._metrics.itl.observe(record.target.value, gaps[0], len(gaps))
+        else:
+            self._metrics.itl.observe(record.target_name, gap_s, count)
 
     def _note(self, record: RequestRecord, answer: WholeAnswer | Relayed) -> None:
         if isinstance(answer, Relayed):
@@ -448,20 +461,17 @@ class Generation:
                 self._limits.watch_stale_s, self._give_up, record.transfer_id
             )
         else:
-            self._log(record)
+            self._log.add(record)
 
     def _give_up(self, transfer_id: str) -> None:
         """Nobody told in time what became of a transfer: its agent is gone, or never saw it."""
         self._timers.pop(transfer_id).cancel()
         self._metrics.outcomes.labels("unknown").inc()
-        self._log(self._awaiting.pop(transfer_id))
-
-    def _log(self, record: RequestRecord) -> None:
-        request_logger.info(msgspec.json.encode(summary(record)).decode())
+        self._log.add(self._awaiting.pop(transfer_id))
 
 
 def _answer_headers(record: RequestRecord) -> dict[str, str]:
-    return {TARGET_HEADER: record.target.value}
+    return {TARGET_HEADER: record.target_name}
 
 
 def _stream_headers(record: RequestRecord, content_type: str = EVENT_STREAM) -> dict[str, str]:

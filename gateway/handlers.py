@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 
@@ -14,9 +11,12 @@ import msgspec
 from aiohttp import web
 
 from gateway.admission import Admission, FallbackBudget
+from gateway.answers import REQUEST_ID_HEADER, error_answer
+from gateway.client_head import PASSED_HEADERS, request_id_of
 from gateway.cluster_view import ClusterView, describe
 from gateway.engines import Engines
 from gateway.generation import Generation, Inbound
+from gateway.ids import Ids
 from gateway.metrics import GatewayMetrics
 from gateway.quality import QUALITY_HEADER
 from gateway.records import RecordBook, detail, summary
@@ -30,21 +30,16 @@ from prfaas.errors import (
     NotFound,
     Overloaded,
     PrfaasError,
-    openai_body,
 )
 from prfaas.limits import Limits
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID_HEADER = "x-request-id"
-PASSED_HEADERS = ("authorization", "accept", "tracestate", "user-agent")
-"""Of the client's headers, what goes on to the engine; routing headers and all others do not."""
 MAX_LISTED = 1000
 UNWAITED_BYTES = 16 << 10
 """What a client's empty send buffer takes without anyone having to wait for it."""
 
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -63,6 +58,7 @@ class Handlers:
         engines: Engines,
         records: RecordBook,
         metrics: GatewayMetrics,
+        ids: Ids,
     ) -> None:
         self._model = model
         self._limits = limits
@@ -73,6 +69,7 @@ class Handlers:
         self._engines = engines
         self._records = records
         self._metrics = metrics
+        self._ids = ids
         self._created = int(time.time())
 
     def app(self) -> web.Application:
@@ -108,12 +105,12 @@ class Handlers:
             self._admission.leave()
 
     async def _admitted(self, request: web.Request, api: Api) -> web.StreamResponse:
-        request_id = _request_id(request)
+        request_id = self._request_id(request)
         sink = _ResponseSink(request, request_id, self._limits.slow_client_timeout_s)
         inbound = Inbound(
             request_id=request_id,
             api=api,
-            trace=trace_of(request.headers.get("traceparent")),
+            trace=trace_of(request.headers.get("traceparent"), self._ids),
             body=await self._body(request),
             salt_header=request.headers.get("x-cache-salt", ""),
             quality_header=request.headers.get(QUALITY_HEADER, ""),
@@ -181,12 +178,22 @@ class Handlers:
             return await handler(request)
         except web.HTTPException as exc:
             error, headers = _of_http(exc, request)
-            return _error(error, exc.status, _request_id(request), headers)
+            answer = error_answer(error, exc.status)
+            answer.headers.update(headers)
         except PrfaasError as exc:
-            return _error(exc, exc.http_status, _request_id(request))
+            answer = error_answer(exc)
         except Exception:
             logger.exception("internal error at %s", request.path)
-            return _error(PrfaasError("internal error"), 500, _request_id(request))
+            answer = error_answer(PrfaasError("internal error"), 500)
+        return _whole(answer, self._request_id(request))
+
+    def _request_id(self, request: web.Request) -> str:
+        """The same however often it is asked for."""
+        known = request.get(_REQUEST_ID_KEY)
+        if known is None:
+            known = request_id_of(request.headers.get(REQUEST_ID_HEADER, ""), self._ids)
+            request[_REQUEST_ID_KEY] = known
+        return known
 
 
 class _ResponseSink:
@@ -196,6 +203,7 @@ class _ResponseSink:
         self._request = request
         self._request_id = request_id
         self._timeout_s = timeout_s
+        self._late = b""
         self.response = web.StreamResponse()
 
     @property
@@ -212,7 +220,12 @@ class _ResponseSink:
         except ConnectionError as exc:
             raise Cancelled("the client went away") from exc
 
-    async def write(self, data: bytes) -> None:
+    def put(self, data: bytes) -> bool:
+        self._late += data  # aiohttp writes in coroutines only
+        return True
+
+    async def drain(self) -> None:
+        data, self._late = self._late, b""
         transport = self._request.transport
         if (
             transport is not None
@@ -248,16 +261,6 @@ class _ResponseSink:
             self._request.transport.abort()
 
 
-def _request_id(request: web.Request) -> str:
-    """The client's id where it is one, else a new one; the same however often it is asked for."""
-    known = request.get(_REQUEST_ID_KEY)
-    if known is None:
-        given = request.headers.get(REQUEST_ID_HEADER, "")
-        known = given if _REQUEST_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        request[_REQUEST_ID_KEY] = known
-    return known
-
-
 def _passed_headers(request: web.Request) -> dict[str, str]:
     """Raises InvalidRequest for one that is no text, which could not go on as it came."""
     passed: dict[str, str] = {}
@@ -286,17 +289,6 @@ def _of_http(exc: web.HTTPException, request: web.Request) -> tuple[PrfaasError,
     if exc.status < 500:
         return InvalidRequest(exc.reason), {}
     return PrfaasError(exc.reason), {}
-
-
-def _error(
-    error: PrfaasError, status: int, request_id: str, headers: Mapping[str, str] | None = None
-) -> web.Response:
-    response = _json(openai_body(error), status)
-    response.headers.update(headers or {})
-    response.headers[REQUEST_ID_HEADER] = request_id
-    if error.retry_after_s is not None:
-        response.headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    return response
 
 
 def _whole(answer: WholeAnswer, request_id: str) -> web.Response:

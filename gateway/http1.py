@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import TypeVar, overload
 
 import httptools
 
 from prfaas.errors import InvalidRequest, ProtocolError
 
+T = TypeVar("T")
+
 FRAMING = frozenset({"host", "content-length", "transfer-encoding", "connection", "expect"})
 """Header fields that only this module writes."""
+PLAIN = frozenset({"content-type", "x-request-id", "traceparent", "accept", "user-agent"})
+"""Names known to be names, which need no look."""
 NO_BODY = frozenset({204, 304})
 
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
@@ -36,6 +41,17 @@ class Headers(Mapping[str, str]):
         found = self._fields.get(name)
         return self._fields[name.lower()] if found is None else found
 
+    @overload
+    def get(self, name: str, /) -> str | None: ...
+
+    @overload
+    def get(self, name: str, /, default: str | T) -> str | T: ...
+
+    def get(self, name: str, /, default: object = None) -> object:
+        """Mapping's own finds out by an exception that a field is not there."""
+        found = self._fields.get(name)
+        return self._fields.get(name.lower(), default) if found is None else found
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._fields)
 
@@ -51,19 +67,33 @@ def request_head(
     Raises InvalidRequest for a header value that would end its line; ValueError for a method,
     target or name that no caller may come with.
     """
-    if not _TOKEN.fullmatch(method) or _NOT_IN_TARGET.search(target) or not target:
-        raise ValueError(f"not a request line: {method!r} {target!r}")
-    lines = [f"{method} {target} HTTP/1.1\r\nhost: {host}\r\n"]
-    if body_bytes or method == "POST":
-        lines.append(f"content-length: {body_bytes}\r\n")
-    for name, value in headers.items():
-        if not _TOKEN.fullmatch(name) or name.lower() in FRAMING:
-            raise ValueError(f"not a header to send: {name!r}")
-        if _NOT_IN_VALUE.search(value):
-            raise InvalidRequest(f"header {name} holds control characters", param=name)
-        lines.append(f"{name}: {value}\r\n")
-    lines.append("\r\n")
-    return "".join(lines).encode()
+    return RequestLine(method, target, host).head(headers, body_bytes)
+
+
+class RequestLine:
+    """The part of a request's head that is the same each time, checked once."""
+
+    __slots__ = ("_method", "_start")
+
+    def __init__(self, method: str, target: str, host: str) -> None:
+        """Raises ValueError for a method or target that no caller may come with."""
+        if not _TOKEN.fullmatch(method) or _NOT_IN_TARGET.search(target) or not target:
+            raise ValueError(f"not a request line: {method!r} {target!r}")
+        self._method = method
+        self._start = f"{method} {target} HTTP/1.1\r\nhost: {host}\r\n"
+
+    def head(self, headers: Mapping[str, str], body_bytes: int) -> bytes:
+        """As `request_head`, with the same errors for names and values."""
+        text = self._start
+        if body_bytes or self._method == "POST":
+            text += f"content-length: {body_bytes}\r\n"
+        for name, value in headers.items():
+            if name not in PLAIN and (not _TOKEN.fullmatch(name) or name.lower() in FRAMING):
+                raise ValueError(f"not a header to send: {name!r}")
+            if not value.isprintable() and _NOT_IN_VALUE.search(value):
+                raise InvalidRequest(f"header {name} holds control characters", param=name)
+            text += f"{name}: {value}\r\n"
+        return (text + "\r\n").encode()
 
 
 class ResponseParser:
@@ -118,9 +148,23 @@ class ResponseParser:
         """The connection may carry another request."""
         return self.complete and self._keep_alive and not self.excess
 
+    @property
+    def rearmable(self) -> bool:
+        """It may read the next answer; after that to HEAD llhttp still waits for its body."""
+        return self.reusable and self._method != "HEAD"
+
     def close(self) -> None:
         """Let go of httptools' half, which holds this one: no garbage in circles."""
         self._parser = None
+
+    def rearm(self, method: str) -> None:
+        """Read the next answer, to a request that follows on the same connection."""
+        assert self.rearmable
+        self._method = method
+        self._head_bytes = self._quiet_bytes = 0
+        self._keep_alive = self._until_eof = self.heard = self.complete = False
+        self.status = self.body_bytes = 0
+        self.headers = self.content_length = None
 
     def feed(self, data: bytes) -> None:
         """Read a piece. Raises ProtocolError for what is no answer to this request."""

@@ -35,7 +35,7 @@ class Broken(Exception):
 
 class Connection(asyncio.Protocol):
     """Owns one socket; the pool closes it. One exchange at a time: `send`, then `head`, then
-    `next_piece` until it is empty. `tick` keeps its deadlines.
+    `take` until it is empty. `tick` keeps its deadlines.
     """
 
     def __init__(self, limits: Limits, on_closed: Callable[[Connection], None]) -> None:
@@ -44,6 +44,7 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser: ResponseParser | None = None
+        self._spare: ResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._failure: Broken | None = None
         self._reading_paused = False
@@ -70,7 +71,11 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None
         self.state = State.BUSY
         self.exchanges += 1
-        self._parser = ResponseParser(method, self._limits.engine_head_bytes)
+        if self._spare is None:
+            self._parser = ResponseParser(method, self._limits.engine_head_bytes)
+        else:
+            self._parser, self._spare = self._spare, None
+            self._parser.rearm(method)
         self._moved_at = self._loop.time()
         if len(body) <= HIGH_WATER_BYTES:
             self._transport.write(head + body)
@@ -84,26 +89,33 @@ class Connection(asyncio.Protocol):
         while parser.headers is None:
             if self._failure is not None:
                 raise self._failure
-            await self._wait()
+            await self.more()
         return parser.status, parser.headers
 
-    async def next_piece(self) -> bytes:
-        """What arrived of the body since the last call; empty at its end. Raises Broken."""
+    def take(self) -> bytes | None:
+        """What arrived of the body since the last call; empty at its end, None where `more` has to
+        be awaited first. Raises Broken.
+        """
         parser = self._parser
         assert parser is not None
-        while True:
-            parts = parser.body
-            if parts:
-                piece = parts[0] if len(parts) == 1 else b"".join(parts)
-                parts.clear()
-                parser.body_bytes = 0
+        parts = parser.body
+        if parts:
+            piece = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            parser.body_bytes = 0
+            if self._reading_paused:
                 self._resume()
-                return piece
-            if parser.complete:
-                return b""
-            if self._failure is not None:
-                raise self._failure
-            await self._wait()
+            return piece
+        if parser.complete:
+            return b""
+        if self._failure is not None:
+            raise self._failure
+        return None
+
+    def more(self) -> asyncio.Future[None]:
+        """Done when there is something new; one waits at a time."""
+        self._waiter = self._loop.create_future()
+        return self._waiter
 
     @property
     def content_length(self) -> int | None:
@@ -121,9 +133,11 @@ class Connection(asyncio.Protocol):
             and not transport.is_closing()
             and not transport.get_write_buffer_size()  # an early answer: the body still goes out
         )
-        if parser is not None:
-            parser.close()
         self._parser = self._failure = None
+        if parser is not None and reusable and parser.rearmable:
+            self._spare = parser
+        elif parser is not None:
+            parser.close()
         if reusable:
             self.state = State.IDLE
             self.idle_since = self._loop.time()
@@ -181,6 +195,9 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(str(exc) if exc is not None else "")
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
         self.state = State.CLOSED
         self._on_closed(self)
 
@@ -220,13 +237,6 @@ class Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def _wake(self) -> None:
-        waiter = self._waiter
+        waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-
-    async def _wait(self) -> None:
-        self._waiter = self._loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None

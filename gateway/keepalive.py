@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
-from gateway.relay import ClientSink
+from gateway.relay import ClientSink, write
 
 COMMENT = b": keepalive\n\n"
 
@@ -25,6 +25,7 @@ class KeepaliveSink:
         self._loop = asyncio.get_running_loop()
         self._said_at = self._loop.time()
         self._writing = self._ended = False
+        self._late = b""
         self._comment: asyncio.Task[None] | None = None
         self._timer = self._loop.call_later(interval_s, self._tick)
 
@@ -40,10 +41,23 @@ class KeepaliveSink:
         finally:
             self._writing = False
 
-    async def write(self, data: bytes) -> None:
-        await self._begin()
+    def put(self, data: bytes) -> bool:
+        self._said_at = self._loop.time()
+        if self._comment is not None:  # it goes first
+            self._late = data
+            self._writing = True
+        else:
+            self._writing = self._sink.put(data)
+        return self._writing
+
+    async def drain(self) -> None:
         try:
-            await self._sink.write(data)
+            if self._late:
+                await self._begin()
+                data, self._late = self._late, b""
+                if not self._sink.put(data):
+                    return
+            await self._sink.drain()
         finally:
             self._writing = False
             self._said_at = self._loop.time()
@@ -88,5 +102,5 @@ class KeepaliveSink:
     async def _say(self) -> None:
         if not self._sink.started:
             await self._sink.start(self._headers)
-        await self._sink.write(COMMENT)
+        await write(self._sink, COMMENT)
         self._said_at = self._loop.time()

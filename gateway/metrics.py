@@ -15,13 +15,14 @@ from prometheus_client.registry import Collector
 from gateway.admission import Admission, FallbackBudget
 from gateway.breaker import BreakerState
 from gateway.cluster_view import ClusterView
+from gateway.counts import Counts
 from gateway.engines import Engines
 from gateway.histogram import Histogram
 from gateway.live_policy import Chosen
 from gateway.records import RequestRecord
 from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
-from prfaas.snapshot import PREFIX_AT_D, Outcome
+from prfaas.snapshot import PREFIX_AT_D, Decision, Outcome
 from prfaas.telemetry import LinkLimit
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
@@ -51,8 +52,8 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = self._counter("requests", "Requests by HTTP status.", "target", "status")
-        self.decisions = self._counter("decisions", "Decisions and why.", "target", "reason")
+        self.requests = self._counts("requests", "Requests by HTTP status.", "target", "status")
+        self.decisions = self._counts("decisions", "Decisions and why.", "target", "reason")
         self.fallbacks = self._counter(
             "fallbacks", "Requests meant for a peer of which D prefilled some or all.", "reason"
         )
@@ -68,7 +69,7 @@ class GatewayMetrics:
             "role",
             "result",
         )
-        self.policy_requests = self._counter(
+        self.policy_decisions = self._counts(
             "policy_decisions", "Decisions by who made them.", "role", "policy"
         )
         self.shadow_decisions = self._counter(
@@ -114,8 +115,8 @@ class GatewayMetrics:
 
     def finished(self, record: RequestRecord) -> None:
         """Count a request that has ended."""
-        target = record.target.value
-        self.requests.labels(target, record.status).inc()
+        target = record.target_name
+        self.requests.inc(target, record.status)
         if record.ttft_s is not None:
             self.ttft.observe(target, record.ttft_s)
             if record.policy_role:
@@ -130,7 +131,7 @@ class GatewayMetrics:
 
     def policy_decided(self, chosen: Chosen) -> None:
         """Count a decision, and what the shadow policy says to it."""
-        self.policy_requests.labels(chosen.role, chosen.policy).inc()
+        self.policy_decisions.inc(chosen.role, chosen.policy)
         shadow = chosen.shadow
         if shadow is not None:
             self.shadow_decisions.labels("yes" if shadow.agrees else "no").inc()
@@ -138,6 +139,10 @@ class GatewayMetrics:
                 (self.shadow_saved if shadow.saved_s > 0 else self.shadow_lost).inc(
                     abs(shadow.saved_s)
                 )
+
+    def decided(self, decision: Decision) -> None:
+        """Count a decision."""
+        self.decisions.inc(decision.target._value_, decision.reason._value_)
 
     def outcome(self, outcome: Outcome) -> None:
         """Count what became of a transfer."""
@@ -148,6 +153,11 @@ class GatewayMetrics:
             self.kv_quality.labels(word(outcome.quality)).inc()
         if outcome.status in FELL_BACK and outcome.reason != PREFIX_AT_D:
             self.fallbacks.labels(word(outcome.reason)).inc()
+
+    def _counts(self, name: str, text: str, *labels: str) -> Counts:
+        counts = Counts(f"prfaas_gateway_{name}", text, *labels)
+        self.registry.register(counts)
+        return counts
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"prfaas_gateway_{name}", text, labels, registry=self.registry)

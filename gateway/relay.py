@@ -8,7 +8,7 @@ and the connection closes.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -24,19 +24,19 @@ PASSED_HEADERS = ("content-type", "retry-after")
 """Of the engine's headers; all others are about its own connection."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WholeAnswer:
     """An answer that is not streamed, or an error before the commit."""
 
     status: int
-    headers: Mapping[str, str]
+    headers: dict[str, str]
     body: bytes = field(repr=False)
 
 
 class ClientSink(Protocol):
     """The client's side of a streamed answer. A client that goes away cancels the request's task.
 
-    Writing waits for a slow client, up to a limit, and raises Cancelled beyond it.
+    `drain` waits for a slow client, up to a limit, and raises Cancelled beyond it.
     """
 
     @property
@@ -46,11 +46,21 @@ class ClientSink(Protocol):
         """Commit: status 200 and the headers go out."""
         ...
 
-    async def write(self, data: bytes) -> None: ...
+    def put(self, data: bytes) -> bool:
+        """Write; True where `drain` has to be awaited before anything else."""
+        ...
+
+    async def drain(self) -> None: ...
 
     async def end(self, complete: bool) -> None:
         """End the stream; an incomplete one also closes the connection."""
         ...
+
+
+async def write(sink: ClientSink, data: bytes) -> None:
+    """Write, and wait for a client that is slow."""
+    if sink.put(data):
+        await sink.drain()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +94,23 @@ async def relay_stream(
     EngineUnavailable for a failure before the commit.
     """
     splitter = SseSplitter(limits.max_event_bytes)
-    chunks = response.chunks()
-    held = await _until_first_event(chunks, splitter, limits)
+    held = await _until_first_event(response, splitter, limits)
     refused = _first_error(held)
     if refused is not None:
         return refused
     on_events(splitter.events)
     await sink.start(headers)
-    await sink.write(held)
+    await write(sink, held)
     try:
-        async for chunk in chunks:
+        while piece := await response.next_piece():
             seen = splitter.events
-            whole = splitter.feed(chunk)
+            whole = splitter.feed(piece)
             if not whole:
                 continue
             if splitter.events > seen:
                 on_events(splitter.events - seen)
-            await sink.write(whole)
+            if sink.put(whole):
+                await sink.drain()
     except Cancelled:
         raise
     except PrfaasError as exc:
@@ -116,7 +126,7 @@ async def relay_stream(
 
 async def end_broken(sink: ClientSink, error: PrfaasError) -> Relayed:
     """Say in the stream that it is not complete, and close."""
-    await sink.write(b"data: " + msgspec.json.encode(openai_body(error)) + b"\n\n")
+    await write(sink, b"data: " + msgspec.json.encode(openai_body(error)) + b"\n\n")
     await sink.end(complete=False)
     return Relayed(error.kind)
 
@@ -127,17 +137,17 @@ async def end_refused(sink: ClientSink, answer: WholeAnswer) -> Relayed:
         return await end_broken(sink, EngineUnavailable("the engine did not stream its answer"))
     # Once more through JSON: line breaks between its fields would end the event.
     body = msgspec.json.encode(msgspec.json.decode(answer.body))
-    await sink.write(b"data: " + body + b"\n\n")
+    await write(sink, b"data: " + body + b"\n\n")
     await sink.end(complete=False)
     return Relayed("engine_error_event")
 
 
 async def _until_first_event(
-    chunks: AsyncIterator[bytes], splitter: SseSplitter, limits: Limits
+    response: UpstreamResponse, splitter: SseSplitter, limits: Limits
 ) -> bytes:
     held = b""
-    async for chunk in chunks:
-        held += splitter.feed(chunk)
+    while piece := await response.next_piece():
+        held += splitter.feed(piece)
         if splitter.done or splitter.failed:
             return held
         if splitter.events and not all(map(_only_opens, data_payloads(held))):
@@ -152,7 +162,7 @@ async def _until_first_event(
 def _first_error(held: bytes) -> WholeAnswer | None:
     """An engine that fails before its first token may have said 200 already: undo that."""
     for payload in data_payloads(held):
-        if _has_error_shape(payload):
+        if b'"error"' in payload and _has_error_shape(payload):
             status = _status_of(msgspec.json.decode(payload)["error"])
             return WholeAnswer(status, {"content-type": "application/json"}, payload)
         if not _only_opens(payload):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,21 +24,60 @@ class Api(enum.StrEnum):
         return "/v1/chat/completions" if self is Api.CHAT else "/v1/completions"
 
 
-@dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """One body. `fields` has every top-level value as it came; the rest is what we act on."""
+    """One body: what we act on, and every top-level value as it came; nothing to close."""
 
-    api: Api
-    fields: Mapping[str, msgspec.Raw]
-    body_bytes: int
-    model: str | None
-    stream: bool
-    max_tokens: int
-    features: frozenset[str]
-    """Things that forbid offload, as far as they show without looking into the prompt."""
-    cache_salt: str
-    transfer: dict[str, Any] | None = field(repr=False)
-    """`kv_transfer_params` of the client; only a trusted one's are looked at."""
+    __slots__ = (
+        "_fields",
+        "api",
+        "body",
+        "cache_salt",
+        "features",
+        "max_tokens",
+        "model",
+        "ours",
+        "stream",
+        "transfer",
+    )
+
+    def __init__(
+        self,
+        api: Api,
+        body: bytes,
+        *,
+        model: str | None,
+        stream: bool,
+        max_tokens: int,
+        features: frozenset[str],
+        cache_salt: str,
+        transfer: dict[str, Any] | None,
+        ours: bool,
+        fields: Mapping[str, msgspec.Raw] | None = None,
+    ) -> None:
+        self.api = api
+        self.body = body
+        self.model = model
+        self.stream = stream
+        self.max_tokens = max_tokens
+        self.features = features
+        """Things that forbid offload, as far as they show without looking into the prompt."""
+        self.cache_salt = cache_salt
+        self.transfer = transfer
+        """`kv_transfer_params` of the client; only a trusted one's are looked at."""
+        self.ours = ours
+        """It has fields that only we may write."""
+        self._fields = fields
+
+    @property
+    def body_bytes(self) -> int:
+        return len(self.body)
+
+    @property
+    def fields(self) -> Mapping[str, msgspec.Raw]:
+        """Every top-level value as it came."""
+        if self._fields is None:
+            self._fields = _fields(self.body)
+        return self._fields
 
     def has(self, name: str) -> bool:
         return name in self.fields
@@ -49,29 +87,97 @@ class ParsedRequest:
         return _decode(self.fields, name, kind)
 
 
+class _Common(msgspec.Struct):
+    """Fields that we act on. The typical body has them of the right type, and none of the rest."""
+
+    model: str | None = None
+    stream: bool | None = None
+    max_tokens: int | None = None
+    n: int | None = None
+    cache_salt: str | None = None
+    prompt_logprobs: msgspec.UnsetType = msgspec.UNSET
+    use_beam_search: msgspec.UnsetType = msgspec.UNSET
+    kv_transfer_params: msgspec.UnsetType = msgspec.UNSET
+
+
+class _Chat(_Common):
+    messages: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens: int | None = None
+
+    @property
+    def has_prompt(self) -> bool:
+        return bool(memoryview(self.messages))
+
+
+class _Completion(_Common):
+    prompt: msgspec.Raw = msgspec.Raw()
+    max_completion_tokens = None
+    echo: msgspec.UnsetType = msgspec.UNSET
+    best_of: msgspec.UnsetType = msgspec.UNSET
+    prompt_embeds: msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def has_prompt(self) -> bool:
+        return bool(memoryview(self.prompt))
+
+
+_NO_FEATURES: frozenset[str] = frozenset()
+_CHAT = msgspec.json.Decoder(_Chat)
+_COMPLETION = msgspec.json.Decoder(_Completion)
+
+
 def parse(api: Api, body: bytes) -> ParsedRequest:
     """Raises InvalidRequest: not JSON, not an object, or a field we act on has the wrong type."""
     try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.ValidationError as exc:
-        raise InvalidRequest("the body must be a JSON object") from exc
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise InvalidRequest(f"the body is not valid JSON: {exc}") from exc
+        common = (_CHAT if api is Api.CHAT else _COMPLETION).decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _parse_fields(api, body)  # says what is wrong, or takes what is rare
+    if not common.has_prompt or (common.n or 1) > 1:
+        return _parse_fields(api, body)
+    max_tokens = common.max_completion_tokens
+    if max_tokens is None:
+        max_tokens = common.max_tokens or 0
+    return ParsedRequest(
+        api,
+        body,
+        model=common.model,
+        stream=bool(common.stream),
+        max_tokens=max_tokens,
+        features=_NO_FEATURES,
+        cache_salt=common.cache_salt or "",
+        transfer=None,
+        ours=False,
+    )
+
+
+def _parse_fields(api: Api, body: bytes) -> ParsedRequest:
+    """Field by field, so that an error names its own."""
+    fields = _fields(body)
     max_tokens = _decode(fields, "max_completion_tokens", int) if api is Api.CHAT else None
     if max_tokens is None:
         max_tokens = _decode(fields, "max_tokens", int)
     _require_prompt(api, fields)
     return ParsedRequest(
-        api=api,
-        fields=fields,
-        body_bytes=len(body),
+        api,
+        body,
         model=_decode(fields, "model", str),
         stream=bool(_decode(fields, "stream", bool)),
         max_tokens=max_tokens or 0,
         features=_features(api, fields),
         cache_salt=_decode(fields, "cache_salt", str) or "",
         transfer=_decode(fields, "kv_transfer_params", dict),
+        ours="kv_transfer_params" in fields,
+        fields=fields,
     )
+
+
+def _fields(body: bytes) -> dict[str, msgspec.Raw]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError as exc:
+        raise InvalidRequest("the body must be a JSON object") from exc
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise InvalidRequest(f"the body is not valid JSON: {exc}") from exc
 
 
 def rewrite(
@@ -79,8 +185,15 @@ def rewrite(
 ) -> bytes:
     """The body for the engine: the client's, less its transfer fields, with ours.
 
-    `cache_salt` None leaves the field as the client sent it.
+    `cache_salt` None leaves the field as the client sent it. A body that nothing is taken from
+    goes on byte for byte, with what is ours before its last brace.
     """
+    if cache_salt is None and not parsed.ours:
+        if transfer is None:
+            return parsed.body
+        return parsed.body.rstrip(b" \t\r\n")[:-1] + (
+            b',"kv_transfer_params":' + msgspec.json.encode(transfer) + b"}"
+        )
     changed: dict[str, Any] = {k: v for k, v in parsed.fields.items() if k != "kv_transfer_params"}
     if cache_salt is not None:
         changed["cache_salt"] = cache_salt

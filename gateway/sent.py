@@ -27,6 +27,9 @@ class _Entry:
     """Where the bytes go to."""
 
 
+_NOTHING = Unshown()
+
+
 class SentLedger:
     """Counts a dispatch from when it leaves until the load of its place includes it.
 
@@ -78,11 +81,15 @@ class SentLedger:
 
     def finish(self, key: str) -> None:
         """The prefill is over, wherever it ran."""
-        for table in (self._tokens, self._bytes, self._local):
-            self._remove(table, key)
+        if key in self._local:
+            self._remove(self._local, key)
+        if key in self._tokens:
+            self._remove(self._tokens, key)
+        if key in self._bytes:
+            self._remove(self._bytes, key)
 
     def unshown(self, place: str) -> Unshown:
-        return self._sums.get(place) or Unshown()
+        return self._sums.get(place) or _NOTHING
 
     def raw_bytes(self, engine: str) -> int:
         """Staging that transfers not yet shown will take at `engine`."""
@@ -92,7 +99,8 @@ class SentLedger:
         return len(self._tokens.keys() | self._bytes.keys() | self._local.keys())
 
     def _add(self, table: dict[str, _Entry], key: str, entry: _Entry) -> None:
-        self._remove(table, key)
+        if key in table:
+            self._remove(table, key)
         table[key] = entry
         self._sum(table, entry, 1)
 
@@ -108,5 +116,5 @@ class SentLedger:
         sums.wire_bytes += sign * entry.wire_bytes
         if table is not self._bytes:
             sums.requests += sign
-        if sums == Unshown():
+        if not (sums.requests or sums.tokens or sums.raw_bytes or sums.wire_bytes):
             del self._sums[entry.place]

@@ -30,20 +30,23 @@ class SseSplitter:
         """All events that are whole now. Raises ProtocolError for one over the limit."""
         if self._partial:
             data = self._partial + data
-        cut = max(at + len(end) if (at := data.rfind(end)) >= 0 else 0 for end in _ENDS)
-        whole, self._partial = data[:cut], data[cut:]
-        if len(self._partial) > self._max_event_bytes:
-            raise ProtocolError(f"the engine sent an event over {self._max_event_bytes} bytes")
+        if data.endswith(_ENDS):  # as nearly always: engines send whole events
+            whole, self._partial = data, b""
+        else:
+            cut = max(at + len(end) if (at := data.rfind(end)) >= 0 else 0 for end in _ENDS)
+            whole, self._partial = data[:cut], data[cut:]
+            if len(self._partial) > self._max_event_bytes:
+                raise ProtocolError(f"the engine sent an event over {self._max_event_bytes} bytes")
         if whole:
             self._count(whole)
         return whole
 
     def _count(self, whole: bytes) -> None:
         count = whole.count(b"\ndata:") + whole.startswith(b"data:")
-        if _at_line_start(whole, _DONE):
+        if b"[DONE]" in whole and _at_line_start(whole, _DONE):
             self.done = True
             count -= 1
-        if _at_line_start(whole, _ERROR):
+        if b'{"error"' in whole and _at_line_start(whole, _ERROR):
             self.failed = True
         self.events += count
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+import msgspec
 
 from gateway.schema import Api, ParsedRequest
 from prfaas.errors import ContextTooLong, InvalidRequest
@@ -34,13 +35,12 @@ class PromptTokenizer(Protocol):
     ) -> list[int]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """What is known of a prompt; `chains` is empty where it was not tokenised."""
 
     tokens: int
     features: frozenset[str] = frozenset()
-    chains: Chains = field(default_factory=dict, repr=False)
+    chains: Chains = {}
     tokenised: bool = False
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-import secrets
-from dataclasses import dataclass
+
+import msgspec
+
+from gateway.ids import Ids
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Trace:
+class Trace(msgspec.Struct, frozen=True):
     """Our span. `parent_id` is empty where the caller sent no valid context."""
 
     trace_id: str
@@ -24,13 +25,15 @@ class Trace:
         return f"00-{self.trace_id}-{self.span_id}-{self.flags}"
 
 
-def trace_of(traceparent: str | None) -> Trace:
+def trace_of(traceparent: str | None, ids: Ids) -> Trace:
     """The trace to go on with; an invalid header begins a new one, as the standard asks."""
-    span_id = secrets.token_hex(8)
-    match = _TRACEPARENT.fullmatch((traceparent or "").strip())
+    span_id = ids.hex(8)
+    if traceparent is None:
+        return Trace(ids.hex(16), span_id, "", "01")
+    match = _TRACEPARENT.fullmatch(traceparent.strip())
     if match is not None:
         version, trace_id, parent_id, flags, more = match.groups()
         valid = version != "ff" and not (version == "00" and more)
         if valid and trace_id.strip("0") and parent_id.strip("0"):
             return Trace(trace_id, span_id, parent_id, flags)
-    return Trace(secrets.token_hex(16), span_id, "", "01")
+    return Trace(ids.hex(16), span_id, "", "01")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Protocol
 
-from gateway.http1 import Headers, request_head
+from gateway.http1 import Headers, RequestLine
 from gateway.http_connection import Broken, Connection
 from gateway.http_pool import Address, Pool
 from prfaas.errors import EngineUnavailable, PrfaasError
@@ -17,6 +17,9 @@ from prfaas.limits import Limits
 CLOSED_WHILE_IDLE_S = 1.0
 """A connection that had been idle and ends this soon after a request, without a byte, was being
 closed when the request left: the engine never read it."""
+
+
+_NO_HEADERS = Headers({})
 
 
 class UpstreamResponse(Protocol):
@@ -28,8 +31,9 @@ class UpstreamResponse(Protocol):
     @property
     def headers(self) -> Mapping[str, str]: ...
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The body in pieces as they arrive; nothing is read ahead beyond one socket buffer.
+    async def next_piece(self) -> bytes:
+        """What arrived of the body since the last call; empty at its end. Nothing is read ahead
+        beyond one socket buffer.
 
         Raises EngineUnavailable when the connection breaks before the end.
         """
@@ -58,6 +62,7 @@ class HttpUpstream:
     def __init__(self, url: str, name: str, limits: Limits) -> None:
         self._address = Address.of_url(url)
         self._name = name
+        self._lines: dict[tuple[str, str], RequestLine] = {}
         self.pool = Pool(self._address, name, limits)
 
     async def close(self) -> None:
@@ -71,9 +76,14 @@ class HttpUpstream:
         Raises InvalidRequest, and on entering EngineUnavailable (phases `connect`, `send`,
         `progress`) and Overloaded.
         """
-        target = self._address.prefix + path
-        head = request_head(method, target, self._address.authority, headers, len(body))
-        return _Exchange(self.pool, self._name, method, head, body)
+        line = self._lines.get((method, path)) or self._line(method, path)
+        return _Exchange(self.pool, self._name, method, line.head(headers, len(body)), body)
+
+    def _line(self, method: str, path: str) -> RequestLine:
+        """Kept for the next time: the paths we ask for are few."""
+        line = RequestLine(method, self._address.prefix + path, self._address.authority)
+        self._lines[(method, path)] = line
+        return line
 
     def post(
         self, path: str, headers: Mapping[str, str], body: bytes
@@ -95,6 +105,17 @@ class HttpUpstream:
 class _Exchange:
     """One request and its answer. Holds a connection while it is entered."""
 
+    __slots__ = (
+        "_body",
+        "_connection",
+        "_head",
+        "_method",
+        "_name",
+        "_pool",
+        "headers",
+        "status",
+    )
+
     def __init__(self, pool: Pool, name: str, method: str, head: bytes, body: bytes) -> None:
         self._pool = pool
         self._name = name
@@ -102,16 +123,8 @@ class _Exchange:
         self._head = head
         self._body = body
         self._connection: Connection | None = None
-        self._status = 0
-        self._headers = Headers({})
-
-    @property
-    def status(self) -> int:
-        return self._status
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return self._headers
+        self.status = 0
+        self.headers: Mapping[str, str] = _NO_HEADERS
 
     async def __aenter__(self) -> _Exchange:
         used = self._pool.take_idle()
@@ -138,12 +151,13 @@ class _Exchange:
             self._pool.give_back(self._connection)
             self._connection = None
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def next_piece(self) -> bytes:
         connection = self._connection
         assert connection is not None
         try:
-            while piece := await connection.next_piece():
-                yield piece
+            while (piece := connection.take()) is None:
+                await connection.more()
+            return piece
         except Broken as exc:
             raise self._translated(exc) from exc
 
@@ -152,19 +166,23 @@ class _Exchange:
         assert connection is not None
         if (connection.content_length or 0) > limit_bytes and self._method != "HEAD":
             raise self._too_large(limit_bytes)
-        parts: list[bytes] = []
+        body = await self.next_piece()
+        if len(body) == connection.content_length:
+            return body
+        parts = []
         size = 0
-        async for piece in self.chunks():
-            parts.append(piece)
-            size += len(piece)
+        while body:
+            parts.append(body)
+            size += len(body)
             if size > limit_bytes:
                 raise self._too_large(limit_bytes)
+            body = await self.next_piece()
         return b"".join(parts)
 
     async def _ask(self, connection: Connection) -> _Exchange:
         try:
             connection.send(self._method, self._head, self._body)
-            self._status, self._headers = await connection.head()
+            self.status, self.headers = await connection.head()
         except BaseException:
             self._pool.give_back(connection)
             raise

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from policies.candidates import MAX_PLAN, forbidden, not_worth, usable
 from policies.estimate import Parts, arrival_seconds, as_estimate, local_estimate, remote_parts
 from policies.least_ttft import ImportCost, learn_import
-from policies.paper import Learnt, counted
+from policies.paper import SOLVE_EVERY, Learnt, counted
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import (
     Decision,
@@ -24,6 +24,9 @@ BUSY_MEMORY = 1 / 128
 """Weight of one request in the share that found a site busy."""
 DEAD_BAND = 0.1
 """A new solution of the threshold that differs by less changes nothing."""
+LINK_SHARE = 0.8
+"""Of a link, what the threshold may fill. Transfers share it, so they wait long before it is full,
+when a pool of nodes at the same load hardly lets anyone wait."""
 REOPEN_SHARE = 0.5
 """Of the link budget: what must be left under way before a closed link opens again."""
 
@@ -51,10 +54,11 @@ class Priced:
     The price of a place is its estimated TTFT, and remote also
 
     - the length price: `length_price_s` x ln(threshold / uncached tokens). The threshold is solved
-      as the paper's policy does; at it, both sites are equally loaded. A prompt that is shorter
-      leaves only for a gain, a longer one also at a loss. Where nobody waits at the site that this
-      protects, up to `busy_share` of it falls away, and nothing is sent at a loss while D has no
-      queue: so small loads are served where they are served sooner.
+      as the paper's policy does, over links that carry `LINK_SHARE` of what they can; at it, both
+      sites are equally loaded. A prompt that is shorter leaves only for a gain, a longer one also
+      at a loss. Where nobody waits at the site that this protects, up to `busy_share` of it falls
+      away, and nothing is sent at a loss while D has no queue: so small loads are served where
+      they are served sooner.
     - `egress_s_per_gb` for each gigabyte on the wire.
 
     A peer is left out while the bytes on its link exceed `link_budget_s`, and returns when half of
@@ -137,7 +141,8 @@ class Priced:
         if local.load.age_s > snapshot.max_age_s:
             return state
         uncached = max(0, request.prompt_tokens - 1 - local.matched_tokens)
-        learnt = counted(state.learnt, uncached, snapshot)
+        solves = (state.learnt.seen + 1) % SOLVE_EVERY == 0
+        learnt = counted(state.learnt, uncached, _narrower(snapshot) if solves else snapshot)
         threshold, before = learnt.threshold_tokens, state.threshold_tokens
         if before > 0 and abs(threshold - before) < DEAD_BAND * before:
             threshold = before
@@ -192,3 +197,20 @@ class Priced:
         share = REOPEN_SHARE if remote.peer in state.closed else 1.0
         link = remote.link
         return link.in_flight_bytes > share * self._link_budget_s * link.goodput_bytes_per_s
+
+
+def _narrower(snapshot: Snapshot) -> Snapshot:
+    """As if links carried no more than they do without much waiting."""
+    return replace(
+        snapshot,
+        remotes=tuple(
+            replace(
+                remote,
+                link=replace(
+                    remote.link,
+                    goodput_bytes_per_s=LINK_SHARE * remote.link.goodput_bytes_per_s,
+                ),
+            )
+            for remote in snapshot.remotes
+        ),
+    )

@@ -11,7 +11,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from policies.parameters import SPANS
 from policies.registry import make_policy
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 Goal = Literal["rate", "ttft", "cost"]
 LOST = 1e9
 """Value of a trial that does not hold the objectives, before how far off it is."""
+
+NEAR = 1.25
+"""First step from the workload's own rate in search of the highest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +104,32 @@ class Tuned:
 
 
 class Problem:
-    """A spec with its files read; owns nothing, nothing to close."""
+    """A spec with what it names; owns nothing, nothing to close."""
 
-    def __init__(self, spec: StudySpec) -> None:
-        """Raises ConfigError where the spec contradicts itself or names what is not there."""
+    def __init__(
+        self, spec: StudySpec, scenario: Scenario, profiles: Profiles, training: Part, testing: Part
+    ) -> None:
+        """Raises ConfigError where the spec contradicts itself or the scenario."""
         if spec.policy not in SPANS:
             raise ConfigError(f"no policy {spec.policy!r}; there are {', '.join(SPANS)}")
+        if spec.queue_order is not None:
+            order = scenario.queue_order.model_validate({"name": spec.queue_order})
+            scenario = scenario.model_copy(update={"queue_order": order})
+        self.spec, self.scenario, self.profiles = spec, scenario, profiles
+        self.training, self.testing = training, testing
+        self._require_sense()
+        if not scenario.local.colocated and scenario.local.prefill_instances is None:
+            self.scenario = planned(scenario, profiles, training.requests)
+
+    @classmethod
+    def read(cls, spec: StudySpec) -> Self:
+        """Read the files that the spec names. Raises ConfigError for what is not there."""
         if not 0 < spec.train_share < 1:
             raise ConfigError(
                 f"the training share must lie between 0 and 1, not {spec.train_share}"
             )
-        scenario, self.profiles = load_scenario(spec.scenario)
-        if spec.queue_order is not None:
-            order = scenario.queue_order.model_validate({"name": spec.queue_order})
-            scenario = scenario.model_copy(update={"queue_order": order})
-        self.spec, self.scenario = spec, scenario
-        self._require_sense()
-        self.training, self.testing = _parts(spec, scenario)
-        if not scenario.local.colocated and scenario.local.prefill_instances is None:
-            self.scenario = planned(scenario, self.profiles, self.training.requests)
+        scenario, profiles = load_scenario(spec.scenario)
+        return cls(spec, scenario, profiles, *_parts(spec, scenario))
 
     def _require_sense(self) -> None:
         goal, objectives = self.spec.goal, self.scenario.objectives
@@ -152,7 +163,7 @@ class Problem:
             lambda: make_policy(settings),
             scenario.objectives,
             start_rate_per_s=part.rate_per_s,
-            precision=0.02,
+            growth=NEAR,
         )
         value = -found.rate_per_s
         if self.spec.goal == "cost":
@@ -180,7 +191,7 @@ def tune(
     one study. A study that was stopped goes on where it was; finished trials are not run again.
     Raises ConfigError where the study there is of something else, or no trial holds objectives.
     """
-    problem = Problem(spec)
+    problem = Problem.read(spec)
     name = name or f"{spec.policy}-{spec.goal}"
     study = open_study(spec, storage, name)
     left = trials - finished(study)
@@ -205,8 +216,13 @@ def tune(
     return best_of(problem, study)
 
 
-def open_study(spec: StudySpec, storage: str, name: str) -> Study:
-    """The study of that name, made where it is not there. Raises ConfigError."""
+def open_study(
+    spec: StudySpec, storage: str, name: str, first: Mapping[str, float] = MappingProxyType({})
+) -> Study:
+    """The study of that name, made where it is not there. Raises ConfigError.
+
+    `first`: parameters of its first trial, where they are not the defaults.
+    """
     optuna = _optuna()
     study = optuna.create_study(
         study_name=name, storage=_storage(storage), direction="minimize", load_if_exists=True
@@ -215,7 +231,7 @@ def open_study(spec: StudySpec, storage: str, name: str) -> Study:
     if known is None:
         study.set_user_attr("spec", spec.digest())
         if SPANS[spec.policy]:
-            study.enqueue_trial(_defaults(spec.policy), skip_if_exists=True)
+            study.enqueue_trial({**_defaults(spec.policy), **first}, skip_if_exists=True)
     elif known != spec.digest():
         raise ConfigError(
             f"study {name!r} in {storage} is of another scenario, workload, policy or objective; "
@@ -387,4 +403,4 @@ def _optuna() -> Any:
 
 
 def _work(spec: StudySpec, storage: str, name: str, trials: int, worker: int) -> None:
-    run_trials(Problem(spec), open_study(spec, storage, name), trials, worker)
+    run_trials(Problem.read(spec), open_study(spec, storage, name), trials, worker)

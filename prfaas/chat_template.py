@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -39,6 +39,10 @@ class ChatTemplate:
                 raise ConfigError(
                     f"chat template {name!r} does not compile: {error}", field="chat_template"
                 ) from error
+        with_tools = sources.get(_TOOL_TEMPLATE, sources.get(_DEFAULT_TEMPLATE, ""))
+        asked_for = meta.find_undeclared_variables(environment.parse(with_tools))
+        self.tool_source = with_tools if "tools" in asked_for else None
+        """Text of the template that renders tools; None: they would be left out."""
 
     def render(
         self,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
 from prfaas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prfaas.settings import PolicySettings
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _POSITIVE = click.FloatRange(0, min_open=True)
@@ -114,16 +117,12 @@ def simulate(
 
     SCENARIO is a YAML file or a shipped one (paper, homogeneous).
     """
-    from policies.policy_file import is_policy_file, load_policy_file
+    from policies.policy_file import is_policy_file
     from policies.simulator.command import SimulateOptions, run_simulate
-    from prfaas.settings import PolicySettings, load_settings
 
-    settings = PolicySettings()
+    settings = _policy_settings(policy_file)
     if policy_file is not None and is_policy_file(policy_file):
-        settings = load_policy_file(policy_file).settings()
         policies = policies or (settings.name,)
-    elif policy_file is not None:
-        settings = load_settings(policy_file).gateway.policy
     if threshold is not None:
         settings = settings.model_copy(update={"threshold_tokens": threshold})
     names = policies or ("always_local", "length_threshold", "paper", "least_ttft")
@@ -215,6 +214,43 @@ def tune(
     click.echo(run_tune(options, as_json), nl=False)
 
 
+@click.command()
+@click.argument("log", type=_FILE)
+@click.option("--request", "request_id", help="Id of the request; default: the last one decided.")
+@click.option("--policy", help="Ask this policy instead; it starts with its initial state.")
+@click.option(
+    "--policy-file",
+    type=_FILE,
+    help="Parameters: a policy file, or a configuration file's gateway.policy; default: defaults.",
+)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
+def explain(
+    log: Path, request_id: str | None, policy: str | None, policy_file: Path | None, as_json: bool
+) -> None:
+    """Replay a decision of a gateway's request LOG, and show what would have changed it."""
+    from policies.explain_command import run_explain
+
+    settings = None
+    if policy_file is not None or policy is not None:
+        settings = _policy_settings(policy_file)
+        if policy is not None:
+            settings = settings.model_copy(update={"name": policy, "file": None})
+    click.echo(run_explain(log, request_id, settings, as_json), nl=False)
+
+
+def _policy_settings(path: Path | None) -> PolicySettings:
+    """Of a policy file, or of a configuration file whose `gateway.policy` may name one."""
+    from policies.policy_file import is_policy_file, load_policy_file
+    from prfaas.settings import PolicySettings, load_settings
+
+    if path is None:
+        return PolicySettings()
+    if is_policy_file(path):
+        return load_policy_file(path).settings()
+    settings = load_settings(path).gateway.policy
+    return settings if settings.file is None else load_policy_file(settings.file).settings()
+
+
 @click.group()
 def profile() -> None:
     """Look at engine profiles."""
@@ -245,4 +281,4 @@ def profile_show(name: str, tokenizer: str | None) -> None:
     click.echo(to_yaml(found), nl=False)
 
 
-COMMANDS: tuple[click.Command, ...] = (plan, workload, simulate, tune, profile)
+COMMANDS: tuple[click.Command, ...] = (plan, workload, simulate, tune, explain, profile)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,8 @@ from prfaas.gguf_vocab import read_vocab
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
+# How vocabularies that are not byte-level spell a byte of a character they lack.
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -149,8 +152,25 @@ class Tokenizer:
         """As a `tokenizer.json`; its chat template is not part of that."""
         return self._backend.to_str()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token stands for, of a special one its name; empty for an id without a token."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self.special_ids:
+            return token.encode()
+        if isinstance(self._backend.decoder, tokenizers.decoders.ByteLevel):
+            return token_bytes(token)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        return bytes.fromhex(byte[1]) if byte else token.replace("\u2581", " ").encode()
+
     def token_is_special(self, token_id: int) -> bool:
         return token_id in self.special_ids
+
+    @property
+    def tool_template(self) -> str | None:
+        """Text of the chat template that renders tools; None if there is none that does."""
+        return self._template.tool_source
 
     def render_chat(
         self,

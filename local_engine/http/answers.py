@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from local_engine.http.logprobs import ChatLogprobs, TextLogprobs, chat_logprobs, text_logprobs
+from local_engine.http.text import Piece
+from local_engine.http.tool_calls import ToolCall
 from local_engine.requests import FinishReason
 from prfaas.errors import PrfaasError, openai_body
+from prfaas.tokens import Tokenizer
 
 SSE_DONE = b"data: [DONE]\n\n"
 
@@ -22,7 +27,10 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts of one answer; `cached_tokens` of the prompt were not computed anew anywhere."""
+    """Token counts; `cached_tokens` of the prompt were not computed anew anywhere.
+
+    Several answers to one prompt share it: it counts once.
+    """
 
     prompt_tokens: int
     completion_tokens: int
@@ -42,10 +50,32 @@ class Usage(msgspec.Struct):
         )
 
 
+class CalledFunction(msgspec.Struct):
+    """`arguments` is JSON, as text."""
+
+    name: str
+    arguments: str
+
+
+class MessageCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: str = "function"
+
+
+class DeltaCall(MessageCall, kw_only=True):
+    """A whole call; calls are not sent in parts."""
+
+    index: int
+
+
 class AnswerMessage(msgspec.Struct):
-    content: str
+    """`content` is null only beside calls."""
+
+    content: str | None
     role: str = "assistant"
     refusal: None = None
+    tool_calls: list[MessageCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 TokenIds = list[int] | msgspec.UnsetType
@@ -54,30 +84,34 @@ TokenIds = list[int] | msgspec.UnsetType
 
 class ChatChoice(msgspec.Struct):
     message: AnswerMessage
-    finish_reason: FinishReason
+    finish_reason: str
     token_ids: TokenIds = msgspec.UNSET
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
 
 
 class TextChoice(msgspec.Struct):
     text: str
-    finish_reason: FinishReason | None
+    finish_reason: str | None
     token_ids: TokenIds = msgspec.UNSET
     index: int = 0
-    logprobs: None = None
+    logprobs: TextLogprobs | None = None
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
     role: str | None = None
     content: str | None = None
+    tool_calls: list[DeltaCall] | None = None
 
 
 class DeltaChoice(msgspec.Struct):
     delta: Delta
-    finish_reason: FinishReason | None
+    finish_reason: str | None
     index: int = 0
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
+
+
+Choice = ChatChoice | TextChoice | DeltaChoice
 
 
 class Answer(msgspec.Struct):
@@ -87,7 +121,7 @@ class Answer(msgspec.Struct):
     object: str
     created: int
     model: str
-    choices: list[ChatChoice | TextChoice | DeltaChoice]
+    choices: list[Choice]
     system_fingerprint: str
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -107,51 +141,47 @@ class Heading:
 
 
 class AnswerShape(ABC):
-    """One endpoint's way to say an answer; holds nothing but the heading."""
+    """One endpoint's way to say answers; holds nothing but the heading and the tokens' names."""
 
-    def __init__(self, heading: Heading) -> None:
+    def __init__(self, heading: Heading, tokenizer: Tokenizer) -> None:
         self._heading = heading
+        self._tokenizer = tokenizer
 
     @abstractmethod
-    def whole(self, text: str, token_ids: list[int], reason: FinishReason, usage: Usage) -> bytes:
-        """The body of an answer that is not streamed."""
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> bytes:
+        """The body with whole answers, for a request that is not streamed."""
 
     @abstractmethod
-    def first(self, text: str) -> bytes:
-        """The event or events that open a stream, with the text there is so far."""
+    def first(self, piece: Piece) -> bytes:
+        """The event or events that open an answer in a stream, with what there is so far."""
 
     @abstractmethod
-    def more(self, text: str) -> bytes:
-        """The event for further text."""
+    def more(self, piece: Piece) -> bytes:
+        """The event for a further piece; empty if it has nothing to say yet."""
 
     @abstractmethod
-    def last(self, reason: FinishReason) -> bytes:
-        """The event that says why the answer ends."""
+    def last(self, piece: Piece) -> bytes:
+        """The event that says why the answer of this last piece ends."""
 
     @abstractmethod
     def usage(self, usage: Usage) -> bytes:
         """The usage event."""
 
-    def end(self, reason: FinishReason, usage: Usage) -> bytes:
-        """Everything that follows the last text of a complete stream."""
-        counts = self.usage(usage) if self._heading.usage_at_end else b""
-        return self.last(reason) + counts + SSE_DONE
+    def end(self, usage: Usage) -> bytes:
+        """Everything that follows the last answer of a complete stream."""
+        return (self.usage(usage) if self._heading.usage_at_end else b"") + SSE_DONE
 
-    def _shown(self, token_ids: list[int]) -> TokenIds:
-        return token_ids if self._heading.token_ids else msgspec.UNSET
+    def _shown(self, piece: Piece) -> TokenIds:
+        return list(piece.token_ids) if self._heading.token_ids else msgspec.UNSET
 
-    def _answer(
-        self, kind: str, choices: list[ChatChoice | TextChoice | DeltaChoice], usage: Usage | None
-    ) -> bytes:
+    def _answer(self, kind: str, choices: list[Choice], usage: Usage | None) -> bytes:
         head = self._heading
         shown = usage if usage is not None or head.usage_at_end else msgspec.UNSET
         return _ENCODER.encode(
             Answer(head.id, kind, head.created, head.model, choices, head.system_fingerprint, shown)
         )
 
-    def _event(
-        self, kind: str, choices: list[ChatChoice | TextChoice | DeltaChoice], usage: Usage | None
-    ) -> bytes:
+    def _event(self, kind: str, choices: list[Choice], usage: Usage | None) -> bytes:
         return b"data: " + self._answer(kind, choices, usage) + b"\n\n"
 
 
@@ -161,25 +191,43 @@ class ChatShape(AnswerShape):
     KIND = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def whole(self, text: str, token_ids: list[int], reason: FinishReason, usage: Usage) -> bytes:
-        choice = ChatChoice(AnswerMessage(text), reason, self._shown(token_ids))
-        return self._answer(self.KIND, [choice], usage)
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> bytes:
+        return self._answer(self.KIND, [self._choice(answer) for answer in answers], usage)
 
-    def first(self, text: str) -> bytes:
-        opening = self._delta(Delta(role="assistant", content=""), None)
-        return opening + self.more(text) if text else opening
+    def _choice(self, answer: Piece) -> ChatChoice:
+        message = AnswerMessage(answer.text)
+        if answer.tool_calls:
+            message.content = answer.text or None
+            message.tool_calls = [MessageCall(c.id, _function(c)) for c in answer.tool_calls]
+        return ChatChoice(
+            message,
+            _finish_reason(answer),
+            self._shown(answer),
+            answer.index,
+            chat_logprobs(answer, self._tokenizer),
+        )
 
-    def more(self, text: str) -> bytes:
-        return self._delta(Delta(content=text), None)
+    def first(self, piece: Piece) -> bytes:
+        opening = DeltaChoice(Delta(role="assistant", content=""), None, piece.index)
+        return self._event(self.CHUNK, [opening], None) + self.more(piece)
 
-    def last(self, reason: FinishReason) -> bytes:
-        return self._delta(Delta(), reason)
+    def more(self, piece: Piece) -> bytes:
+        logprobs = chat_logprobs(piece, self._tokenizer)
+        if not (piece.text or piece.tool_calls or logprobs):
+            return b""
+        calls = [
+            DeltaCall(call.id, _function(call), index=call.number) for call in piece.tool_calls
+        ]
+        delta = Delta(content=piece.text or None, tool_calls=calls or None)
+        choice = DeltaChoice(delta, None, piece.index, logprobs)
+        return self._event(self.CHUNK, [choice], None)
+
+    def last(self, piece: Piece) -> bytes:
+        choice = DeltaChoice(Delta(), _finish_reason(piece), piece.index)
+        return self._event(self.CHUNK, [choice], None)
 
     def usage(self, usage: Usage) -> bytes:
         return self._event(self.CHUNK, [], usage)
-
-    def _delta(self, delta: Delta, reason: FinishReason | None) -> bytes:
-        return self._event(self.CHUNK, [DeltaChoice(delta, reason)], None)
 
 
 class TextShape(AnswerShape):
@@ -187,21 +235,47 @@ class TextShape(AnswerShape):
 
     KIND = "text_completion"
 
-    def whole(self, text: str, token_ids: list[int], reason: FinishReason, usage: Usage) -> bytes:
-        choice = TextChoice(text, reason, self._shown(token_ids))
-        return self._answer(self.KIND, [choice], usage)
+    def whole(self, answers: Sequence[Piece], usage: Usage) -> bytes:
+        choices: list[Choice] = [
+            TextChoice(
+                answer.text,
+                _finish_reason(answer),
+                self._shown(answer),
+                answer.index,
+                text_logprobs(answer, self._tokenizer),
+            )
+            for answer in answers
+        ]
+        return self._answer(self.KIND, choices, usage)
 
-    def first(self, text: str) -> bytes:
-        return self.more(text)
+    def first(self, piece: Piece) -> bytes:
+        return self._part(piece)
 
-    def more(self, text: str) -> bytes:
-        return self._event(self.KIND, [TextChoice(text, None)], None)
+    def more(self, piece: Piece) -> bytes:
+        return self._part(piece) if piece.text or piece.logprobs else b""
 
-    def last(self, reason: FinishReason) -> bytes:
-        return self._event(self.KIND, [TextChoice("", reason)], None)
+    def last(self, piece: Piece) -> bytes:
+        choice = TextChoice("", _finish_reason(piece), index=piece.index)
+        return self._event(self.KIND, [choice], None)
 
     def usage(self, usage: Usage) -> bytes:
         return self._event(self.KIND, [], usage)
+
+    def _part(self, piece: Piece) -> bytes:
+        logprobs = text_logprobs(piece, self._tokenizer)
+        choice = TextChoice(piece.text, None, index=piece.index, logprobs=logprobs)
+        return self._event(self.KIND, [choice], None)
+
+
+def _finish_reason(piece: Piece) -> str:
+    """An answer that called tools and came to its end says so."""
+    assert piece.reason is not None
+    called = piece.called and piece.reason is FinishReason.STOP
+    return "tool_calls" if called else piece.reason.value
+
+
+def _function(call: ToolCall) -> CalledFunction:
+    return CalledFunction(call.name, call.arguments)
 
 
 def error_body(error: PrfaasError) -> bytes:

@@ -7,28 +7,19 @@ from typing import Any
 
 import msgspec
 
-from local_engine.http.schema import (
-    MAX_STOP_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
-    ChatMessage,
-    ChatRequest,
-    CompletionRequest,
-)
-from local_engine.requests import SamplingParams
+from local_engine.http.schema import ChatMessage, ChatRequest, CompletionRequest
+from local_engine.http.tools import template_calls
 from prfaas.errors import ContextTooLong, InvalidRequest
 
 _NO_CHANGE: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
 }
 """Values, besides the default and empty ones, that ask for nothing this engine lacks."""
 
 _EMPTY: tuple[Any, ...] = (None, "", [], {})
-_UNSERVED_MESSAGE_FIELDS = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal")
-_SEED_BITS = 64
+_UNSERVED_MESSAGE_FIELDS = ("function_call", "audio", "refusal")
 _MAX_PARAMS_DEPTH = 16
 """Of `kv_transfer_params`, which go on to the agent as they are: what passes here passes there."""
 
@@ -86,28 +77,51 @@ def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
-    if message.role in ("tool", "function"):
-        raise InvalidRequest(f"{where}.role: tools are not supported", param=f"{where}.role")
+    if message.role == "function":
+        raise InvalidRequest(
+            f"{where}.role: functions are not supported, tools are", param=f"{where}.role"
+        )
     for name in _UNSERVED_MESSAGE_FIELDS:
         if getattr(message, name) not in _EMPTY:
             raise InvalidRequest(f"{where}.{name} is not supported", param=f"{where}.{name}")
-    content = message.content
-    if content is None:
-        raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
-    if not isinstance(content, str):
-        texts = []
-        for i, part in enumerate(content):
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(
-                    f"{where}.content[{i}]: only parts of type text are supported",
-                    param=f"{where}.content[{i}]",
-                )
-            texts.append(part.text)
-        content = "\n".join(texts)
     # Templates older than the name "developer" know the same speaker as "system".
     role = "system" if message.role == "developer" else message.role
     named = {} if message.name is None else {"name": message.name}
-    return {"role": role, "content": content, **named}
+    tools = _tool_fields(message, where)
+    return {"role": role, "content": _content(message, where), **named, **tools}
+
+
+def _tool_fields(message: ChatMessage, where: str) -> dict[str, Any]:
+    """What ties calls and their results together; each belongs to one role."""
+    if (message.role == "tool") != bool(message.tool_call_id):
+        problem = "is missing" if message.role == "tool" else "is for messages of role tool"
+        at = f"{where}.tool_call_id"
+        raise InvalidRequest(f"{at} {problem}", param=at)
+    if message.tool_calls and message.role != "assistant":
+        at = f"{where}.tool_calls"
+        raise InvalidRequest(f"{at} is for messages of role assistant", param=at)
+    if message.tool_calls:
+        return {"tool_calls": template_calls(message.tool_calls, f"{where}.tool_calls")}
+    return {"tool_call_id": message.tool_call_id} if message.tool_call_id else {}
+
+
+def _content(message: ChatMessage, where: str) -> str:
+    content = message.content
+    if content is None:
+        if message.tool_calls:
+            return ""
+        raise InvalidRequest(f"{where}.content is missing", param=f"{where}.content")
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        if part.type != "text" or part.text is None:
+            raise InvalidRequest(
+                f"{where}.content[{i}]: only parts of type text are supported",
+                param=f"{where}.content[{i}]",
+            )
+        texts.append(part.text)
+    return "\n".join(texts)
 
 
 def check_tokens(tokens: Iterable[Any], vocab_size: int, param: str) -> tuple[int, ...]:
@@ -140,71 +154,3 @@ def check_prompt_length(tokens: int, max_context: int, max_prompt: int, param: s
             "and an answer of at least one",
             param=param,
         )
-
-
-def sampling_params(
-    request: ChatRequest | CompletionRequest, prompt_tokens: int, max_context: int, vocab_size: int
-) -> SamplingParams:
-    """How to draw the answer. Raises InvalidRequest or ContextTooLong naming the field."""
-    temperature = 1.0 if request.temperature is None else request.temperature
-    _require(0 <= temperature <= 2, "temperature", "must be between 0 and 2")
-    top_p = 1.0 if request.top_p is None else request.top_p
-    _require(0 < top_p <= 1, "top_p", "must be above 0 and at most 1")
-    top_k = 0 if request.top_k is None or request.top_k == -1 else request.top_k
-    _require(top_k >= 0, "top_k", "must be positive, or 0 or -1 for off")
-    seed = request.seed
-    _require(
-        seed is None or -(1 << (_SEED_BITS - 1)) <= seed < 1 << _SEED_BITS,
-        "seed",
-        f"must fit {_SEED_BITS} bits",
-    )
-    stop_ids = request.stop_token_ids or []
-    _require(len(stop_ids) <= MAX_STOP_TOKEN_IDS, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS}")
-    return SamplingParams(
-        max_tokens=_max_tokens(request, prompt_tokens, max_context),
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        stop_token_ids=frozenset(check_tokens(stop_ids, vocab_size, "stop_token_ids")),
-        ignore_eos=request.ignore_eos,
-    )
-
-
-def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """The request's stop strings. Raises InvalidRequest."""
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    _require(len(stops) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
-    for text in stops:
-        _require(0 < len(text) <= MAX_STOP_CHARS, "stop", f"1 to {MAX_STOP_CHARS} characters each")
-    return stops
-
-
-def _max_tokens(
-    request: ChatRequest | CompletionRequest, prompt_tokens: int, max_context: int
-) -> int:
-    """`max_tokens`, or its newer name for chats; by default what is left of the context."""
-    room = max_context - prompt_tokens
-    name, asked = "max_tokens", request.max_tokens
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        newer = request.max_completion_tokens
-        if asked is not None and asked != newer:
-            raise InvalidRequest(
-                f"max_completion_tokens is {newer}, max_tokens is {asked}", param="max_tokens"
-            )
-        name, asked = "max_completion_tokens", newer
-    if asked is None:
-        return room
-    _require(asked >= 1, name, "must be at least 1")
-    if asked > room:
-        raise ContextTooLong(
-            f"{name} is {asked}; with {prompt_tokens} prompt tokens the context of {max_context} "
-            f"tokens leaves {room}",
-            param=name,
-        )
-    return asked
-
-
-def _require(condition: bool, param: str, problem: str) -> None:
-    if not condition:
-        raise InvalidRequest(f"{param}: {problem}", param=param)

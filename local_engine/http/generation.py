@@ -1,4 +1,4 @@
-"""One generation: what to ask of the engine, and the pieces of answer that come back."""
+"""One generation: what to ask of the engine, and the pieces of answers that come back."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,14 @@ from local_engine.http.checks import (
     check_prompt_length,
     check_tokens,
     refuse_unsupported,
-    sampling_params,
-    stop_strings,
     template_messages,
 )
+from local_engine.http.sampling import choices, of_choice, sampling_params, stop_strings
 from local_engine.http.schema import ChatRequest, CompletionRequest
 from local_engine.http.state import RETRY_AFTER_S, ServerState, Serving
 from local_engine.http.text import AnswerText, Piece
+from local_engine.http.tool_calls import ToolCallReader, writes_tool_calls
+from local_engine.http.tools import Tool, offered_tools
 from local_engine.metrics import EngineMetrics
 from local_engine.requests import EngineRequest, TokenEvent
 from prfaas.clock import Deadline
@@ -32,14 +33,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A validated request."""
+    """A validated request: one of the engine's for each answer, all of one prompt."""
 
-    engine_request: EngineRequest
+    engine_requests: tuple[EngineRequest, ...]
     stops: tuple[str, ...]
+    reads_tool_calls: bool = False
 
     @property
     def prompt_tokens(self) -> int:
-        return len(self.engine_request.prompt_tokens)
+        return len(self.engine_requests[0].prompt_tokens)
+
+    @property
+    def answers(self) -> int:
+        return len(self.engine_requests)
 
 
 def require_model(serving: Serving, model: str | None) -> None:
@@ -55,35 +61,53 @@ async def prepare(
     require_model(serving, request.model)
     refuse_unsupported(request)
     stops = stop_strings(request.stop)
+    count = choices(request)
+    tools = None
     if isinstance(request, ChatRequest):
         param = "messages"
-        tokens = await chat_tokens(state, serving, request)
+        tools = offered_tools(
+            request.tools, request.tool_choice, request.parallel_tool_calls, serving.tokenizer
+        )
+        tokens = await chat_tokens(state, serving, request, tools)
     else:
         param = "prompt"
         tokens = await completion_tokens(state, serving, request)
     check_prompt_length(len(tokens), serving.max_context, state.limits.max_prompt_tokens, param)
     sampling = sampling_params(request, len(tokens), serving.max_context, serving.vocab_size)
+    if serving.paced and sampling.logprobs is not None:
+        raise InvalidRequest("logprobs: a paced engine computes none", param="logprobs")
+    # Clients may send one request id twice at a time; the engine's must be unique.
+    name = f"{answer_id}-{uuid.uuid4().hex[:8]}"
+    template = serving.tokenizer.tool_template if tools else None
     return Job(
-        EngineRequest(
-            # Clients may send one request id twice at a time; the engine's must be unique.
-            request_id=f"{answer_id}-{uuid.uuid4().hex[:8]}",
-            prompt_tokens=tokens,
-            sampling=sampling,
-            cache_salt=request.cache_salt or "",
-            kv_transfer_params=request.kv_transfer_params,
+        tuple(
+            EngineRequest(
+                request_id=f"{name}-{index}" if count > 1 else name,
+                prompt_tokens=tokens,
+                sampling=of_choice(sampling, index),
+                cache_salt=request.cache_salt or "",
+                kv_transfer_params=request.kv_transfer_params,
+            )
+            for index in range(count)
         ),
         stops,
+        reads_tool_calls=template is not None and writes_tool_calls(template),
     )
 
 
 async def chat_tokens(
-    state: ServerState, serving: Serving, request: ChatRequest
+    state: ServerState, serving: Serving, request: ChatRequest, tools: list[Tool] | None
 ) -> tuple[int, ...]:
     """Prompt tokens of a chat."""
     messages = template_messages(request.messages)
-    chars = sum(len(message["content"]) for message in messages)
-    tokens = await state.on_text(chars, lambda: serving.tokenizer.encode_chat(messages))
+    chars = chat_chars(messages, tools)
+    tokens = await state.on_text(chars, lambda: serving.tokenizer.encode_chat(messages, tools))
     return tuple(tokens)
+
+
+def chat_chars(messages: list[dict[str, Any]], tools: list[Tool] | None) -> int:
+    """About how long the text of a chat is."""
+    return sum(len(message["content"]) for message in messages) + len(repr(tools or ""))
 
 
 async def completion_tokens(
@@ -108,27 +132,62 @@ async def completion_tokens(
 async def generate(
     serving: Serving, job: Job, deadline: Deadline
 ) -> AsyncIterator[AsyncIterator[Piece]]:
-    """Pieces of the answer, the last with a reason; leaving the context cancels what still runs.
+    """Pieces of the answers; the last of each has a reason. Leaving cancels what still runs.
 
     Submitting and iterating raise what the engine raises, and Overloaded at the deadline. Whatever
     becomes of the request, the metrics count it.
     """
+    async with AsyncExitStack() as stack:
+        answers = [
+            await stack.enter_async_context(_answer(serving, job, index, deadline))
+            for index in range(job.answers)
+        ]
+        if len(answers) == 1:
+            yield answers[0]
+        else:
+            yield await stack.enter_async_context(aclosing(_as_they_come(answers)))
+
+
+async def _as_they_come(answers: Sequence[AsyncIterator[Piece]]) -> AsyncGenerator[Piece]:
+    """Pieces of all answers, of each in its order; at most one ahead of each is taken."""
+    waiting = {asyncio.ensure_future(anext(answer)): answer for answer in answers}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                piece, answer = task.result(), waiting.pop(task)
+                if piece.reason is None:
+                    waiting[asyncio.ensure_future(anext(answer))] = answer
+                yield piece
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _answer(
+    serving: Serving, job: Job, index: int, deadline: Deadline
+) -> AsyncIterator[AsyncIterator[Piece]]:
+    """Pieces of one answer."""
+    request = job.engine_requests[index]
     account = _Account(serving.metrics)
     try:
         async with within(deadline):
-            stream = await serving.engine.submit(job.engine_request)
-        text = AnswerText(serving.tokenizer.detokenizer(), job.stops)
+            stream = await serving.engine.submit(request)
+        reader = ToolCallReader() if job.reads_tool_calls else None
+        text = AnswerText(serving.tokenizer.detokenizer(), job.stops, index, reader)
         async with aclosing(stream), aclosing(_pieces(stream, text, account, deadline)) as pieces:
             yield pieces
     except (asyncio.CancelledError, ConnectionError):
-        account.outcome = "abort"
+        account.failed("abort")
         raise
     except Exception:
-        account.outcome = "error"
+        account.failed("error")
         raise
     finally:
         account.close()
-        log.debug("%s: %s", job.engine_request.request_id, account.outcome)
+        log.debug("%s: %s", request.request_id, account.outcome)
 
 
 async def _pieces(
@@ -166,10 +225,17 @@ class _Account:
         self._metrics = metrics
         self._started_s = time.monotonic()
         self._last_token_s: float | None = None
+        self._ended = False
+
+    def failed(self, outcome: str) -> None:
+        """The request fails; an answer that had ended before has not."""
+        if not self._ended:
+            self.outcome = outcome
 
     def add(self, piece: Piece) -> None:
         if piece.reason is not None:
             self.outcome = piece.reason.value
+            self._ended = True
         if not piece.token_ids:
             return
         now = time.monotonic()

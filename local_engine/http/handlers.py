@@ -12,8 +12,8 @@ from local_engine.http.answers import AnswerShape, ChatShape, Heading, TextShape
 from local_engine.http.checks import check_tokens, template_messages
 from local_engine.http.decoding import Body, decode_body
 from local_engine.http.errors import request_id
-from local_engine.http.generation import generate, prepare, require_model, within
-from local_engine.http.respond import respond_stream, respond_whole
+from local_engine.http.generation import chat_chars, generate, prepare, require_model, within
+from local_engine.http.respond import Tally, respond_stream, respond_whole
 from local_engine.http.schema import (
     ChatRequest,
     CompletionRequest,
@@ -21,6 +21,7 @@ from local_engine.http.schema import (
     TokenizeRequest,
 )
 from local_engine.http.state import Phase, ServerState, Serving
+from local_engine.http.tools import offered_tools
 from local_engine.metrics import CONTENT_TYPE
 from prfaas.clock import Deadline
 from prfaas.errors import BodyTooLarge, InvalidRequest
@@ -62,13 +63,12 @@ class Handlers:
             usage_at_end=options is not None and options.include_usage,
             token_ids=bool(body.return_token_ids),
         )
-        shape = shape_of(heading)
+        shape = shape_of(heading, serving.tokenizer)
+        tally = Tally(job.prompt_tokens, job.answers)
         async with generate(serving, job, deadline) as pieces:
             if not body.stream:
-                return await respond_whole(shape, pieces, job.prompt_tokens)
-            return await respond_stream(
-                request, shape, pieces, job.prompt_tokens, limits.slow_client_timeout_s
-            )
+                return await respond_whole(shape, pieces, tally)
+            return await respond_stream(request, shape, pieces, tally, limits.slow_client_timeout_s)
 
     async def models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [_model_card(self._state.loaded)]})
@@ -89,17 +89,20 @@ class Handlers:
     async def _tokens(self, serving: Serving, body: TokenizeRequest) -> list[int]:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
+        if body.tools and body.messages is None:
+            raise InvalidRequest("tools: only with messages", param="tools")
         tokenizer = serving.tokenizer
         if body.prompt is not None:
             text, special = body.prompt, body.add_special_tokens in (None, True)
             return await self._state.on_text(len(text), lambda: tokenizer.encode(text, special))
         messages = template_messages(body.messages or [])
+        tools = offered_tools(body.tools, None, None, tokenizer)
 
         def work() -> list[int]:
-            text = tokenizer.render_chat(messages, add_generation_prompt=body.add_generation_prompt)
+            text = tokenizer.render_chat(messages, tools, body.add_generation_prompt)
             return tokenizer.encode(text, bool(body.add_special_tokens))
 
-        return await self._state.on_text(sum(len(m["content"]) for m in messages), work)
+        return await self._state.on_text(chat_chars(messages, tools), work)
 
     async def detokenize(self, request: web.Request) -> web.Response:
         serving = self._state.loaded

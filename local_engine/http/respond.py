@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from local_engine.http.answers import AnswerShape, Usage, error_event
-from local_engine.http.text import Piece
+from local_engine.http.text import Piece, join
 from prfaas.errors import PrfaasError
 
 log = logging.getLogger(__name__)
@@ -23,29 +23,26 @@ _SSE_HEADERS = {
 
 
 async def respond_whole(
-    shape: AnswerShape, pieces: AsyncIterator[Piece], prompt_tokens: int
+    shape: AnswerShape, pieces: AsyncIterator[Piece], tally: Tally
 ) -> web.Response:
-    """The answer in one body."""
-    text: list[str] = []
-    token_ids: list[int] = []
-    async for piece in pieces:
-        text.append(piece.text)
-        token_ids.extend(piece.token_ids)
-        if piece.reason is not None:
-            usage = _usage(piece, prompt_tokens)
-            body = shape.whole("".join(text), token_ids, piece.reason, usage)
-            return web.Response(body=body, content_type="application/json")
-    raise AssertionError("an answer ends with a reason or an error")
+    """The answers in one body."""
+    found: dict[int, list[Piece]] = {}
+    while not tally.complete:
+        piece = await anext(pieces)
+        found.setdefault(piece.index, []).append(piece)
+        tally.add(piece)
+    body = shape.whole([join(parts) for _, parts in sorted(found.items())], tally.usage())
+    return web.Response(body=body, content_type="application/json")
 
 
 async def respond_stream(
     request: web.Request,
     shape: AnswerShape,
     pieces: AsyncIterator[Piece],
-    prompt_tokens: int,
+    tally: Tally,
     slow_client_timeout_s: float,
 ) -> web.StreamResponse:
-    """The answer as events.
+    """The answers as events, as their pieces come.
 
     Not even headers go out before the first piece, so an error until then is the caller's to
     answer with its status. A later one becomes an event, and the stream ends without [DONE].
@@ -54,14 +51,18 @@ async def respond_stream(
     response = web.StreamResponse(headers=_SSE_HEADERS)
     await response.prepare(request)
     writer = _Writer(request, response, slow_client_timeout_s)
-    data = shape.first(piece.text)
     try:
-        while piece.reason is None:
+        while True:
+            data = shape.more(piece) if tally.knows(piece) else shape.first(piece)
+            tally.add(piece)
+            if piece.reason is not None:
+                data += shape.last(piece)
+            if tally.complete:
+                await writer.write(data + shape.end(tally.usage()))
+                break
             if data:
                 await writer.write(data)
             piece = await anext(pieces)
-            data = shape.more(piece.text) if piece.text else b""
-        await writer.write(data + shape.end(piece.reason, _usage(piece, prompt_tokens)))
     except PrfaasError as error:
         await writer.write(error_event(error))
     except ConnectionError:
@@ -71,6 +72,41 @@ async def respond_stream(
         await writer.write(error_event(PrfaasError("internal error")))
     await response.write_eof()
     return response
+
+
+class Tally:
+    """How far the answers to one request are; nothing to close."""
+
+    def __init__(self, prompt_tokens: int, answers: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._answers = answers
+        self._latest: dict[int, Piece] = {}
+
+    def knows(self, piece: Piece) -> bool:
+        """There was a piece of its answer before."""
+        return piece.index in self._latest
+
+    def add(self, piece: Piece) -> None:
+        self._latest[piece.index] = piece
+
+    @property
+    def complete(self) -> bool:
+        """All answers have ended."""
+        ended = sum(piece.reason is not None for piece in self._latest.values())
+        return ended == self._answers
+
+    def usage(self) -> Usage:
+        """Of all answers together.
+
+        What one of them computed the others may find cached; tokens count as cached that none did.
+        """
+        latest = self._latest.values()
+        return Usage.of(
+            self._prompt_tokens,
+            sum(piece.completion_tokens for piece in latest),
+            min(piece.cached_tokens for piece in latest),
+            next(iter(latest)).kv_quality,
+        )
 
 
 class _Writer:
@@ -92,9 +128,3 @@ class _Writer:
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise ConnectionAbortedError("the client reads nothing") from error
-
-
-def _usage(piece: Piece, prompt_tokens: int) -> Usage:
-    return Usage.of(
-        prompt_tokens, piece.completion_tokens, piece.cached_tokens, piece.kv_quality
-    )

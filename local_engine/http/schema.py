@@ -14,6 +14,10 @@ import msgspec
 MAX_STOP_STRINGS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 64
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 1024
+MAX_TOOLS = 128
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -29,9 +33,10 @@ class Generation(msgspec.Struct, kw_only=True):
     """What chat and completion requests have in common."""
 
     ACTED_ON: ClassVar[frozenset[str]] = frozenset({
-        "model", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids",
-        "ignore_eos", "return_token_ids", "stream", "stream_options", "cache_salt",
-        "kv_transfer_params",
+        "model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
+        "stop_token_ids", "ignore_eos", "n", "best_of", "presence_penalty", "frequency_penalty",
+        "repetition_penalty", "logit_bias", "logprobs", "return_token_ids", "stream",
+        "stream_options", "cache_salt", "kv_transfer_params",
         # They say who asks, or choose among services this engine does not have.
         "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
         "prompt_cache_retention",
@@ -46,6 +51,13 @@ class Generation(msgspec.Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
+    n: int | None = 1
+    best_of: int | None = None
+    min_p: float | None = 0.0
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    logit_bias: dict[str, float] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
@@ -58,17 +70,10 @@ class Generation(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-    n: int | None = 1
-    best_of: int | None = 1
     echo: bool | None = False
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    repetition_penalty: float | None = 1.0
     length_penalty: float | None = 1.0
-    min_p: float | None = 0.0
     min_tokens: int | None = 0
     use_beam_search: bool | None = False
-    logit_bias: dict[str, float] | None = None
     prompt_logprobs: int | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
@@ -92,7 +97,7 @@ class ContentPart(msgspec.Struct, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message; the fields after `name` come back from earlier answers, here always empty."""
+    """One message; `tool_calls` are of an earlier answer, role tool says what came of them."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -109,18 +114,18 @@ class ChatRequest(Generation, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
     ACTED_ON: ClassVar[frozenset[str]] = Generation.ACTED_ON | {
-        "messages", "max_completion_tokens",
-        "parallel_tool_calls",  # means nothing without tools
+        "messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice",
+        "parallel_tool_calls",
     }  # fmt: skip
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    parallel_tool_calls: bool | None = None
-
     logprobs: bool | None = False
     top_logprobs: int | None = 0
     tools: list[Any] | None = None
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
     functions: list[Any] | None = None
     function_call: Any = None
     modalities: list[str] | None = None
@@ -144,8 +149,8 @@ class CompletionRequest(Generation, kw_only=True, forbid_unknown_fields=True):
 
     prompt: str | list[Any]
     add_special_tokens: bool = True
-
     logprobs: int | None = None
+
     suffix: str | None = None
     prompt_embeds: Any = None
 
@@ -156,6 +161,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessage] | None = None
+    tools: list[Any] | None = None
     add_special_tokens: bool | None = None
     """Default: true for `prompt`, false for `messages`, whose template has what the model wants."""
     add_generation_prompt: bool = True

@@ -55,10 +55,13 @@ def capacity(
     precision: float = 0.02,
     slowdown: Slowdown | None = None,
     warm_up_s: float = 0.0,
+    growth: float = 2.0,
 ) -> SimulatedCapacity:
-    """Double or halve from `start_rate_per_s` to bracket the rate, then bisect to `precision`.
+    """Go up or down from `start_rate_per_s` to bracket the rate, then bisect to `precision`.
 
     `warm_up_s`: of the workload's own time at rate `start_rate_per_s`; it shrinks as rates grow.
+    `growth`: of the first step up or down, for a start that is known to be near; each further one
+    is its square, up to doubling.
     Raises ConfigError where not even a thousandth of the start rate holds: infeasible.
     """
 
@@ -67,20 +70,20 @@ def capacity(
         return result.summary(warm_up_s * start_rate_per_s / rate)
 
     low, best = 0.0, None
-    high = start_rate_per_s
+    high, step = start_rate_per_s, growth
     while holds(summary := tried(high), objectives, slowdown):
-        low, best, high = high, summary, high * 2
+        low, best, high, step = high, summary, high * step, min(step * step, 2.0)
     while best is None:
         if high < start_rate_per_s / 1000:
             raise ConfigError(
                 f"infeasible: at {high:.3g} requests/s TTFT is {summary.ttft_p90_s:.3g} s at P90 "
                 f"and {summary.ttft_p99_s:.3g} s at P99 still"
             )
-        summary = tried(high / 2)
+        summary = tried(high / step)
         if holds(summary, objectives, slowdown):
-            low, best = high / 2, summary
+            low, best = high / step, summary
         else:
-            high /= 2
+            high, step = high / step, min(step * step, 2.0)
     while high - low > precision * low:
         middle = (low + high) / 2
         summary = tried(middle)

@@ -15,6 +15,9 @@ LOOKED_AT = 32
 """Waiting requests that are compared when a site stands idle."""
 MOST_MOVES = 2
 """Of one request."""
+LINK_PRICE = 2.0
+"""Seconds that a move to a peer must gain besides, for each second of the link that its KV takes:
+an instance that is idle because the link is full would fill it further for next to nothing."""
 
 
 @runtime_checkable
@@ -112,7 +115,7 @@ class LateBinding:
         waits = waits_s(waiting, self._local.ahead_s(), self._local_s, self._nodes())
         for job, wait_s in zip(waiting, waits, strict=True):
             here_s = wait_s + self._local_s(job)
-            there_s = self._remote_s(job, site, 0.0)
+            there_s = self._remote_s(job, site, 0.0) + LINK_PRICE * self._link_s(job, site)
             if here_s - there_s > best_gain_s:
                 best, best_gain_s = job, here_s - there_s
         return best
@@ -169,15 +172,20 @@ class LateBinding:
         uncached = max(1, job.uncached_d)
         return self._local.profile.prefill_s(uncached, max(0, job.want - uncached))
 
+    @staticmethod
+    def _link_s(job: Job, site: PeerSite) -> float:
+        """Seconds that its KV takes alone on a link that is up."""
+        return site.wire_bytes(max(1, job.uncached_d)) / max(site.link.bytes_per_s, 1e-9)
+
     def _remote_s(self, job: Job, site: PeerSite, wait_s: float) -> float:
         """From now to its KV at D, if it starts at the peer after `wait_s`."""
         link = site.link
         if link.bytes_per_s <= 0:
             return float("inf")
         lacking = max(1, job.uncached_d)
+        own_s = self._link_s(job, site)
         compute_s = site.profile.prefill_s(lacking, max(0, job.want - lacking))
         state_s = site.profile.model.state_bytes / link.bytes_per_s
-        own_s = site.wire_bytes(lacking) / link.bytes_per_s
         ahead_s = link.to_come() / link.bytes_per_s
         return 2 * self._half_s(site.spec.name) + max(
             wait_s + compute_s + state_s, max(wait_s, ahead_s) + own_s

@@ -125,7 +125,14 @@ class View:
         load = self._local_load
         if load is None:
             load = self._local_load = self._engine_load(self._visible[0], self._sent_local, 0.0)
-        local = LocalEngine("d", load, self._local.profile.curve, local_cached, staging_free, True)
+        local = LocalEngine(
+            "d",
+            load,
+            self._local.profile.curve,
+            local_cached,
+            staging_free,
+            instances=self._local_instances,
+        )
         remotes = []
         matched = self.matched = {}
         for site, name, place in self._places:

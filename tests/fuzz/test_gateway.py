@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,9 +118,11 @@ class _Answer:
         default_factory=lambda: {"content-type": "text/event-stream", "retry-after": "1"}
     )
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        for piece in self.pieces:
-            yield piece
+    def __post_init__(self) -> None:
+        self._left = [piece for piece in self.pieces if piece]
+
+    async def next_piece(self) -> bytes:
+        return self._left.pop(0) if self._left else b""
 
     async def read(self, limit_bytes: int) -> bytes:
         return b"".join(self.pieces)
@@ -137,10 +139,14 @@ class _Client:
     async def start(self, headers: Mapping[str, str]) -> None:
         self.started = True
 
-    async def write(self, data: bytes) -> None:
+    def put(self, data: bytes) -> bool:
         assert self.started
         assert self.complete is None
         self.got += data
+        return False
+
+    async def drain(self) -> None:
+        raise AssertionError("nobody asked for it")
 
     async def end(self, complete: bool) -> None:
         self.complete = complete

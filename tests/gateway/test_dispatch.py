@@ -6,7 +6,8 @@ import pytest
 
 from gateway.admission import FallbackBudget
 from gateway.cluster_view import ClusterView
-from gateway.dispatch import Dispatcher, new_key
+from gateway.dispatch import Dispatcher
+from gateway.ids import Ids
 from gateway.records import RequestRecord
 from prfaas.errors import PrefillUnavailable, Unauthorized
 from prfaas.snapshot import Decision, Reason, Target
@@ -46,7 +47,7 @@ class Desk:
         )
 
     def record(self, decision: Decision) -> RequestRecord:
-        record = RequestRecord("r", "chat", "", new_key(), 0.0, 0.0)
+        record = RequestRecord("r", "chat", "", Ids().hex(16), 0.0, 0.0)
         record.decision, record.snapshot = decision, self.view.snapshot(ENGINE, {})
         return record
 
@@ -132,7 +133,3 @@ def test_a_trusted_clients_plan_is_counted_under_its_own_id() -> None:
     assert desk.view.sent.unshown(PLACE).tokens == 1000
     desk.dispatcher.prefill_over(record)
     assert len(desk.view.sent) == 0
-
-
-def test_keys_do_not_repeat() -> None:
-    assert len({new_key() for _ in range(1000)}) == 1000

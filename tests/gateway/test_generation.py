@@ -5,13 +5,14 @@ import contextlib
 import json
 import logging
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
-from gateway import handlers
+from gateway import front, handlers
 from prfaas.hashing import block_chain, cache_salt
 from prfaas.snapshot import Outcome
 from prfaas.testing.gateway_setup import (
@@ -100,7 +101,7 @@ async def test_a_short_body_stays_local_without_being_tokenised(make_cluster: An
         assert status == 200
         assert response.headers["x-prfaas-target"] == "local"
         assert sent_params(cluster) is None
-        assert cluster.engine.seen[0].raw_body == json.dumps(SHORT, separators=(",", ":")).encode()
+        assert cluster.engine.seen[0].raw_body == json.dumps(SHORT).encode()
         record = await cluster.record(response.headers["x-request-id"])
         assert record["decision"]["reason"] == "too_short"
         assert len(record["decision"]["estimates"]) == 2
@@ -291,6 +292,7 @@ async def test_one_log_line_for_each_request_waits_for_its_outcome(
         cluster.d.outcome(outcome_of(cluster))
         await until(lambda: lines(caplog), "the line")
         await cluster.post(SHORT)
+        await until(lambda: len(lines(caplog)) == 2, "the other line")
     offloaded, local = lines(caplog)
     assert offloaded["outcome"]["status"] == "staged"
     assert offloaded["decision"]["reason"] == "remote_faster"
@@ -481,8 +483,14 @@ async def test_a_client_that_leaves_stops_the_engine(cluster: Any, script: Scrip
     assert (record.status, record.error) == ("499", "cancelled")
 
 
+async def pieces(body: Any) -> AsyncIterator[bytes]:
+    """A body without a length, which aiohttp's server reads."""
+    yield json.dumps(body).encode()
+
+
+@pytest.mark.parametrize("chunked", [False, True])
 async def test_a_client_that_leaves_at_the_very_commit_is_no_error_of_ours(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, chunked: bool
 ) -> None:
     class Gone(web.StreamResponse):
         async def prepare(self, request: web.BaseRequest) -> None:
@@ -495,9 +503,20 @@ async def test_a_client_that_leaves_at_the_very_commit_is_no_error_of_ours(
         sink.response = Gone()
 
     monkeypatch.setattr(handlers._ResponseSink, "__init__", with_gone)
+    start = front.ClientStream.start
+
+    async def start_gone(stream: Any, headers: Any) -> None:
+        stream._connection.abort()
+        await start(stream, headers)
+
+    monkeypatch.setattr(front.ClientStream, "start", start_gone)
     body = completion(stream=True)
+    headers = {"x-request-id": "leaver"}
+    kind: dict[str, Any] = {"data": pieces(body)} if chunked else {"json": body}
     with contextlib.suppress(aiohttp.ClientError):
-        await cluster.post(body, x_request_id="leaver")
+        async with cluster.client.post("/v1/completions", headers=headers, **kind):
+            pass
+    await until(lambda: cluster.gateway.records.get("leaver"), "the request")
     record = cluster.gateway.records.get("leaver")
     await until(lambda: record.status, "the record to end")
     assert (record.status, record.error) == ("499", "cancelled")

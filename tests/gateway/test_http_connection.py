@@ -2,12 +2,12 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 import uvloop
 
-from gateway.upstream import HttpUpstream
+from gateway.upstream import HttpUpstream, UpstreamResponse
 from prfaas.errors import EngineUnavailable
 from prfaas.limits import Limits
 from prfaas.testing.gateway_setup import until
@@ -284,9 +284,9 @@ def test_a_reader_that_waits_stops_the_engine_not_our_memory(run: Loop) -> None:
             assert sent == stalled
             assert stalled < 32 << 20  # what the sockets of both sides hold
             size, largest = 0, 0
-            async for chunk in response.chunks():
-                size += len(chunk)
-                largest = max(largest, len(chunk))
+            while piece := await response.next_piece():
+                size += len(piece)
+                largest = max(largest, len(piece))
             assert size == 1000 * 65536
             assert largest <= (64 << 10) + (256 << 10)
         assert upstream.pool.idle == 1
@@ -308,13 +308,13 @@ def test_an_engine_that_falls_silent_in_its_answer_is_cut(run: Loop) -> None:
     async def story(upstream: HttpUpstream, server: RawServer) -> None:
         got: list[bytes] = []
 
-        async def read(chunks: AsyncIterator[bytes]) -> None:
-            async for chunk in chunks:
-                got.append(chunk)
+        async def read(response: UpstreamResponse) -> None:
+            while piece := await response.next_piece():
+                got.append(piece)
 
         async with upstream.request("POST", "/x", {}, BODY) as response:
             with pytest.raises(EngineUnavailable, match=r"said nothing for 0\.3 s"):
-                await read(response.chunks())
+                await read(response)
         # The wait for the head is bounded by the request, not by this.
         assert b"".join(got) == b"xxxx"
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -32,15 +32,18 @@ class Scripted:
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=lambda: dict(HEADERS))
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        for piece in self.pieces:
-            await asyncio.sleep(0)
-            if isinstance(piece, Exception):
-                raise piece
-            yield piece
+    async def next_piece(self) -> bytes:
+        await asyncio.sleep(0)
+        piece = self.pieces.pop(0) if self.pieces else b""
+        if isinstance(piece, Exception):
+            raise piece
+        return piece
 
     async def read(self, limit_bytes: int) -> bytes:
-        return b"".join([piece async for piece in self.chunks()])
+        parts = []
+        while piece := await self.next_piece():
+            parts.append(piece)
+        return b"".join(parts)
 
 
 class Sink:
@@ -50,19 +53,23 @@ class Sink:
         self.started = False
         self.headers: Mapping[str, str] = {}
         self.got = b""
-        self.writes = 0
+        self.writes = self.drains = 0
         self.complete: bool | None = None
         self._gone_after = gone_after
 
     async def start(self, headers: Mapping[str, str]) -> None:
         self.started, self.headers = True, headers
 
-    async def write(self, data: bytes) -> None:
+    def put(self, data: bytes) -> bool:
         assert self.started
         if self.writes >= self._gone_after:
             raise Cancelled("the client went away")
         self.writes += 1
         self.got += data
+        return True
+
+    async def drain(self) -> None:
+        self.drains += 1
 
     async def end(self, complete: bool) -> None:
         self.complete = complete

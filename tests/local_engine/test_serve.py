@@ -191,6 +191,46 @@ async def test_a_seed_repeats_an_answer(tiny: Process) -> None:
     assert await tiny.text({**body, "seed": 8}) != first
 
 
+async def test_several_answers_follow_their_seeds_and_share_the_prompt(tiny: Process) -> None:
+    prompt = "The quick brown fox jumps over the lazy dog. " * 8
+    body = {"prompt": prompt, "temperature": 1, "max_tokens": 12, "seed": 5}
+    _, one = await tiny.post(TEXT, {**body, "cache_salt": "another tenant"})
+    several = {**body, "n": 3, "logprobs": 1}
+    _, three = await tiny.post(TEXT, several)
+    texts = [choice["text"] for choice in three["choices"]]
+    assert texts[0] == one["choices"][0]["text"]
+    assert len(set(texts)) == 3
+    assert three["usage"]["prompt_tokens"] == one["usage"]["prompt_tokens"]
+    assert three["usage"]["completion_tokens"] == 36
+    assert three["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    async with tiny.client.get("/metrics") as response:
+        (hits,) = re.findall(
+            r"^vllm:prefix_cache_hits_total\S+ (\S+)$", await response.text(), re.M
+        )
+    assert float(hits) >= 2 * (one["usage"]["prompt_tokens"] // 16 - 1) * 16
+    _, again = await tiny.post(TEXT, several)
+    assert [choice["text"] for choice in again["choices"]] == texts
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    for choice in three["choices"]:
+        assert len(choice["logprobs"]["tokens"]) == 12
+    await tiny.wait_empty()
+
+
+async def test_a_bias_bans_and_forces_tokens(tiny: Process) -> None:
+    body = {"prompt": "Once upon a time", **GREEDY, "max_tokens": 6, "logprobs": 0}
+    _, plain = await tiny.post("/tokenize", {"prompt": "z"})
+    (forced,) = plain["tokens"]
+    _, answer = await tiny.post(TEXT, {**body, "logit_bias": {str(forced): 100}})
+    assert answer["choices"][0]["text"] == "zzzzzz"
+    _, free = await tiny.post(TEXT, body)
+    assert free["choices"][0]["text"] != "zzzzzz"
+    _, penalised = await tiny.post(
+        TEXT, {**body, "logit_bias": {str(forced): 100}, "repetition_penalty": 100}
+    )
+    tokens = penalised["choices"][0]["logprobs"]["tokens"]
+    assert (tokens[0], tokens.count("z")) == ("z", 1)
+
+
 async def test_a_chat_is_the_completion_of_its_rendered_prompt(tiny: Process) -> None:
     messages = [{"role": "user", "content": "héllo 🙂"}]
     _, tokens = await tiny.post("/tokenize", {"messages": messages})

@@ -59,7 +59,7 @@ def test_a_study_finds_a_better_threshold_and_reports_what_it_had_not_seen(tmp_p
     assert tuned.trained.value < 100
     assert tuned.tested.value < 0.8 * tuned.default_tested.value
     assert list(tuned.history) == sorted(tuned.history, reverse=True)
-    problem = Problem(wanted)
+    problem = Problem.read(wanted)
     rows = [*problem.training.requests, *problem.testing.requests]
     assert [r.number for r in rows] == list(range(400))
     assert problem.testing.requests[0].arrival_s == 0.0
@@ -69,7 +69,7 @@ def test_a_study_finds_a_better_threshold_and_reports_what_it_had_not_seen(tmp_p
 
 def test_a_killed_study_goes_on_and_does_not_count_what_was_half_done(tmp_path: Path) -> None:
     wanted, storage = spec(tmp_path), str(tmp_path / "s.journal")
-    problem, study = Problem(wanted), open_study(wanted, storage, "a")
+    problem, study = Problem.read(wanted), open_study(wanted, storage, "a")
     run_trials(problem, study, 2, 0)
     study.ask()  # a trial that its process did not live to finish
     again = open_study(wanted, storage, "a")
@@ -120,7 +120,7 @@ def group_is_there(group: int) -> bool:
 def test_the_defaults_are_tried_first(tmp_path: Path) -> None:
     wanted = spec(tmp_path, policy="priced")
     study = open_study(wanted, str(tmp_path / "s.journal"), "a")
-    run_trials(Problem(wanted), study, 1, 0)
+    run_trials(Problem.read(wanted), study, 1, 0)
     usual = PolicySettings()
     (trial,) = study.get_trials()
     assert trial.params == {name: getattr(usual, name) for name in trial.params}
@@ -149,7 +149,7 @@ def test_what_contradicts_itself_is_refused(
     tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        Problem(spec(tmp_path, **changes))
+        Problem.read(spec(tmp_path, **changes))
 
 
 def test_what_no_configuration_meets_is_infeasible_and_names_a_stage(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_what_no_configuration_meets_is_infeasible_and_names_a_stage(tmp_path: P
     local = {"prefill": "paper-h20", "instances": 8}
     impossible = {"local": local, "objectives": {"ttft_p90_s": 0.2}}
     with pytest.raises(Infeasible) as caught:
-        Problem(spec(tmp_path, goal="rate", scenario=impossible))
+        Problem.read(spec(tmp_path, goal="rate", scenario=impossible))
     assert caught.value.stage
 
 
@@ -171,7 +171,7 @@ def test_cost_counts_nodes_and_egress(tmp_path: Path) -> None:
     prices = {
         "local_instance_per_hour": 10.0, "remote_instance_per_hour": 20.0, "egress_per_gb": 0.1,
     }  # fmt: skip
-    problem = Problem(spec(tmp_path, goal="cost", scenario={"prices": prices}))
+    problem = Problem.read(spec(tmp_path, goal="cost", scenario={"prices": prices}))
     score = problem.score({"threshold_tokens": 20000}, "fcfs", problem.training)
     gb = score.summary.egress_gb / score.summary.requests
     assert score.value == pytest.approx(1e6 * (160 / 3600 / score.rate_per_s + 0.1 * gb))
@@ -179,7 +179,7 @@ def test_cost_counts_nodes_and_egress(tmp_path: Path) -> None:
 
 
 def test_parts_run_at_any_rate(tmp_path: Path) -> None:
-    problem = Problem(spec(tmp_path))
+    problem = Problem.read(spec(tmp_path))
     fast: list[Request] = list(problem.testing.at(10.0))
     assert (len(fast) - 1) / fast[-1].arrival_s == pytest.approx(10.0)
 

@@ -12,8 +12,9 @@ from prfaas.errors import InvalidRequest
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
-HI = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
-
+HI: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 BAD_REQUESTS = [
     (TEXT, {"prompt": "x" * 200}, "context_length_exceeded", "prompt"),
@@ -41,9 +42,15 @@ BAD_REQUESTS = [
     (TEXT, {"prompt": "x", "stop": "y" * 1025}, "invalid_request_error", "stop"),
     (TEXT, {"prompt": "x", "stop_token_ids": [300]}, "invalid_request_error", "stop_token_ids"),
     (TEXT, {"prompt": "x", "echo": True}, "invalid_request_error", "echo"),
-    (TEXT, {"prompt": "x", "logprobs": 0}, "invalid_request_error", "logprobs"),
+    (TEXT, {"prompt": "x", "logprobs": 21}, "invalid_request_error", "logprobs"),
+    (TEXT, {"prompt": "x", "logprobs": -1}, "invalid_request_error", "logprobs"),
+    (TEXT, {"prompt": "x", "logprobs": True}, "invalid_request_error", "logprobs"),
     (TEXT, {"prompt": "x", "suffix": "y"}, "invalid_request_error", "suffix"),
     (TEXT, {"prompt": "x", "best_of": 2}, "invalid_request_error", "best_of"),
+    (TEXT, {"prompt": "x", "n": 2, "best_of": 3}, "invalid_request_error", "best_of"),
+    (TEXT, {"prompt": "x", "n": 2, "kv_transfer_params": {}}, "invalid_request_error", "n"),
+    (TEXT, {"prompt": "x", "min_p": 1.1}, "invalid_request_error", "min_p"),
+    (TEXT, {"prompt": "x", "min_p": -0.1}, "invalid_request_error", "min_p"),
     (TEXT, {"prompt": "x", "kv_transfer_params": 3}, "invalid_request_error", "kv_transfer_params"),
     (
         TEXT,
@@ -55,13 +62,64 @@ BAD_REQUESTS = [
     (TEXT, {"prompt": "x", "stream_options": {}}, "invalid_request_error", "stream_options"),
     (CHAT, {"messages": []}, "invalid_request_error", "messages"),
     (CHAT, {"messages": "hi"}, "invalid_request_error", "messages"),
-    (CHAT, {**HI, "n": 2}, "invalid_request_error", "n"),
-    (CHAT, {**HI, "tools": [{"type": "function"}]}, "invalid_request_error", "tools"),
+    (CHAT, {**HI, "n": 0}, "invalid_request_error", "n"),
+    (CHAT, {**HI, "n": 129}, "invalid_request_error", "n"),
+    (CHAT, {**HI, "tools": [TOOL]}, "invalid_request_error", "tools"),
+    (CHAT, {**HI, "tools": [{}]}, "invalid_request_error", "tools[0].type"),
+    (CHAT, {**HI, "tools": [TOOL, 3]}, "invalid_request_error", "tools[1]"),
+    (CHAT, {**HI, "tools": [{"type": "custom"}]}, "invalid_request_error", "tools[0].type"),
+    (CHAT, {**HI, "tools": [{"type": "function"}]}, "invalid_request_error", "tools[0].function"),
+    (
+        CHAT,
+        {**HI, "tools": [{"type": "function", "function": {"name": "a b"}}]},
+        "invalid_request_error",
+        "tools[0].function.name",
+    ),
+    (
+        CHAT,
+        {**HI, "tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]},
+        "invalid_request_error",
+        "tools[0].function.parameters",
+    ),
+    (
+        CHAT,
+        {**HI, "tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
+        "invalid_request_error",
+        "tools[0].function.strict",
+    ),
+    (CHAT, {**HI, "tools": [TOOL] * 129}, "invalid_request_error", "tools"),
     (CHAT, {**HI, "tool_choice": "required"}, "invalid_request_error", "tool_choice"),
-    (CHAT, {**HI, "logprobs": True}, "invalid_request_error", "logprobs"),
-    (CHAT, {**HI, "logit_bias": {"5": 1}}, "invalid_request_error", "logit_bias"),
-    (CHAT, {**HI, "presence_penalty": 0.1}, "invalid_request_error", "presence_penalty"),
-    (CHAT, {**HI, "frequency_penalty": 1}, "invalid_request_error", "frequency_penalty"),
+    (
+        CHAT,
+        {**HI, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "invalid_request_error",
+        "tool_choice",
+    ),
+    (
+        CHAT,
+        {**HI, "tools": [TOOL], "parallel_tool_calls": False},
+        "invalid_request_error",
+        "parallel_tool_calls",
+    ),
+    (CHAT, {**HI, "functions": [{"name": "f"}]}, "invalid_request_error", "functions"),
+    (CHAT, {**HI, "top_logprobs": 2}, "invalid_request_error", "top_logprobs"),
+    (
+        CHAT,
+        {**HI, "logprobs": True, "top_logprobs": 21},
+        "invalid_request_error",
+        "top_logprobs",
+    ),
+    (CHAT, {**HI, "logprobs": 2}, "invalid_request_error", "logprobs"),
+    (CHAT, {**HI, "logit_bias": {"259": 1}}, "invalid_request_error", "logit_bias"),
+    (CHAT, {**HI, "logit_bias": {"-1": 1}}, "invalid_request_error", "logit_bias"),
+    (CHAT, {**HI, "logit_bias": {"a": 1}}, "invalid_request_error", "logit_bias"),
+    (CHAT, {**HI, "logit_bias": {"5": 1, "05": 2}}, "invalid_request_error", "logit_bias"),
+    (CHAT, {**HI, "logit_bias": {"5": 100.5}}, "invalid_request_error", "logit_bias"),
+    (CHAT, {**HI, "logit_bias": {"5": "1"}}, "invalid_request_error", "logit_bias[...]"),
+    (CHAT, {**HI, "presence_penalty": 2.1}, "invalid_request_error", "presence_penalty"),
+    (CHAT, {**HI, "frequency_penalty": -3}, "invalid_request_error", "frequency_penalty"),
+    (CHAT, {**HI, "repetition_penalty": 0}, "invalid_request_error", "repetition_penalty"),
+    (CHAT, {**HI, "repetition_penalty": 1e9}, "invalid_request_error", "repetition_penalty"),
     (CHAT, {**HI, "min_tokens": 1}, "invalid_request_error", "min_tokens"),
     (CHAT, {**HI, "modalities": ["audio"]}, "invalid_request_error", "modalities"),
     (CHAT, {**HI, "audio": {"voice": "x"}}, "invalid_request_error", "audio"),
@@ -99,15 +157,49 @@ BAD_REQUESTS = [
     ),
     (
         CHAT,
-        {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]},
+        {"messages": [{"role": "function", "content": "x", "name": "f"}]},
         "invalid_request_error",
         "messages[0].role",
     ),
     (
         CHAT,
-        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        "invalid_request_error",
+        "messages[0].tool_call_id",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
+        "invalid_request_error",
+        "messages[0].tool_call_id",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
         "invalid_request_error",
         "messages[0].tool_calls",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]},
+        "invalid_request_error",
+        "messages[0].tool_calls[0].function",
+    ),
+    (
+        CHAT,
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        CALL,
+                        {"function": {"name": "f", "arguments": "[1]"}},
+                    ],
+                }
+            ]
+        },
+        "invalid_request_error",
+        "messages[0].tool_calls[1].function.arguments",
     ),
     (
         CHAT,
@@ -117,6 +209,8 @@ BAD_REQUESTS = [
     ),
     ("/tokenize", {}, "invalid_request_error", "prompt"),
     ("/tokenize", {"prompt": "x", "messages": []}, "invalid_request_error", "prompt"),
+    ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "invalid_request_error", "tools"),
+    ("/tokenize", {"messages": HI["messages"], "tools": [TOOL]}, "invalid_request_error", "tools"),
     ("/detokenize", {"tokens": [999]}, "invalid_request_error", "tokens"),
     ("/detokenize", {"tokens": ["a"]}, "invalid_request_error", "tokens[0]"),
 ]
@@ -160,6 +254,8 @@ async def test_a_prompt_over_the_limit_is_refused_with_both_numbers(serve) -> No
         {"user": "u", "metadata": {"k": "v"}, "store": False, "prompt_cache_key": "k"},
         {"n": None, "stop": None, "max_tokens": None, "temperature": None, "stream": None},
         {"seed": -5, "top_k": -1, "min_p": 0, "repetition_penalty": 1.0},
+        {"best_of": 1, "logit_bias": None, "top_logprobs": None, "min_p": None},
+        {"tools": [TOOL], "tool_choice": "none"},
     ],
 )
 async def test_fields_that_ask_for_no_change_pass(server, says, fields) -> None:
@@ -204,6 +300,13 @@ def test_messages_reach_the_template_as_plain_text() -> None:
                 {"type": "text", "text": "a"}, {"type": "text", "text": "b"},
             ]},
             {"role": "assistant", "content": "", "refusal": None, "tool_calls": []},
+            {"role": "assistant", "tool_calls": [
+                {"id": "c1", "type": "function", "function": {
+                    "name": "f", "arguments": '{"a": [1, "é"]}',
+                }},
+                {"id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}},
+            ]},
+            {"role": "tool", "tool_call_id": "c1", "content": "3"},
         ],
         list[ChatMessage],
     )  # fmt: skip
@@ -211,4 +314,11 @@ def test_messages_reach_the_template_as_plain_text() -> None:
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "a\nb", "name": "ann"},
         {"role": "assistant", "content": ""},
-    ]
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "c1", "type": "function", "function": {
+                "name": "f", "arguments": {"a": [1, "é"]},
+            }},
+            {"id": "c2", "type": "function", "function": {"name": "g", "arguments": {}}},
+        ]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+    ]  # fmt: skip

@@ -71,7 +71,9 @@ async def test_everything_the_engine_honours_reaches_it(server, says) -> None:
     params = {"version": 1, "anything": {"nested": [1, None, "x"]}}
     await server.post(TEXT, {
         **PROMPT, "max_tokens": 7, "temperature": 0.5, "top_p": 0.9, "top_k": 40, "seed": 11,
-        "stop_token_ids": [1, 2], "ignore_eos": True, "cache_salt": "tenant",
+        "stop_token_ids": [1, 2], "ignore_eos": True, "cache_salt": "tenant", "min_p": 0.25,
+        "repetition_penalty": 1.5, "presence_penalty": -1, "frequency_penalty": 0.5,
+        "logit_bias": {"7": -3, "258": 2.5}, "logprobs": 4,
         "kv_transfer_params": params, "user": "u", "metadata": {"a": "b"}, "store": False,
     })  # fmt: skip
     (request,) = server.core.requests
@@ -82,6 +84,12 @@ async def test_everything_the_engine_honours_reaches_it(server, says) -> None:
     assert request.sampling.seed == 11
     assert request.sampling.stop_token_ids == {1, 2}
     assert request.sampling.ignore_eos
+    assert request.sampling.min_p == 0.25
+    assert request.sampling.repetition_penalty == 1.5
+    assert request.sampling.presence_penalty == -1
+    assert request.sampling.frequency_penalty == 0.5
+    assert request.sampling.logit_bias == ((7, -3.0), (258, 2.5))
+    assert request.sampling.logprobs == 4
     assert request.cache_salt == "tenant"
     assert request.kv_transfer_params == params
 

@@ -43,6 +43,26 @@ def test_the_rate_found_holds_and_the_next_does_not(site: Any) -> None:
     assert from_above.rate_per_s == pytest.approx(found.rate_per_s, rel=0.05)
 
 
+@pytest.mark.parametrize("start", [0.7, 0.3, 2.0])
+def test_small_steps_from_a_near_start_find_the_same_rate_in_fewer_runs(
+    site: Any, start: float
+) -> None:
+    objectives = Objectives(ttft_p90_s=4.0, ttft_p99_s=8.0)
+    runs: list[float] = []
+
+    def counted(rate: float) -> Iterator[Request]:
+        runs.append(rate)
+        return poisson(rate)
+
+    found = capacity(
+        *site.scenario(), counted, local, objectives, start_rate_per_s=start, growth=1.1
+    )
+    assert found.rate_per_s == pytest.approx(0.72, abs=0.1)
+    assert found.failing_rate_per_s <= found.rate_per_s * 1.02 + 1e-9
+    if start == 0.7:
+        assert len(runs) < 7
+
+
 def test_slowdown_is_an_objective_too(site: Any) -> None:
     objectives = Objectives(ttft_p90_s=100.0)
     loose = capacity(*site.scenario(), poisson, local, objectives, start_rate_per_s=0.5)

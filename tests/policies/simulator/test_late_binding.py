@@ -73,6 +73,14 @@ def test_a_request_that_would_not_gain_stays(site: Any) -> None:
     assert result.rows[1].moves == 0
 
 
+def test_a_small_gain_does_not_fill_a_thin_link(site: Any) -> None:
+    """Half a second on the wire would gain half a second, and cost everyone else on the link."""
+    site.link["gbit_per_s"] = 0.016
+    assert run(site, LocalThenMove, burst(2)).rows[1].moves == 0
+    site.link["gbit_per_s"] = 0.064
+    assert run(site, LocalThenMove, burst(2)).rows[1].moves == 1
+
+
 def test_what_has_begun_stays(site: Any) -> None:
     result = run(site, LocalThenMove, burst(1, 10_001))
     assert [row.moves for row in result.rows] == [0]
@@ -101,7 +109,7 @@ def test_under_load_all_finish_staging_is_given_back_and_runs_repeat(
     site.local = {"instances": 3, "staging_gb": 0.05}
     site.local.update({"colocated": True} if colocated else {"prefill_instances": 2})
     site.peer = {"instances": 2, "central_queue": False, "retention_gb": 0.05}
-    site.link = {"gbit_per_s": 0.02, "rtt_ms": 80.0, "dips": {"every_s": 50.0, "for_s": 10.0}}
+    site.link = {"gbit_per_s": 0.06, "rtt_ms": 80.0, "dips": {"every_s": 50.0, "for_s": 10.0}}
     site.rest.update(
         queue_order={"name": order},
         telemetry={"interval_s": 0.5},
@@ -114,7 +122,7 @@ def test_under_load_all_finish_staging_is_given_back_and_runs_repeat(
     result = run(site, policy, rows)
     assert len(result.rows) == 600
     assert all(row.ttft_s > 0 for row in result.rows)
-    assert sum(row.moves for row in result.rows) > 10
+    assert sum(row.moves for row in result.rows) > 5
     parts = [r.queue_s + r.prefill_s + r.transfer_s + r.decode_s for r in result.rows]
     assert parts == pytest.approx([r.ttft_s for r in result.rows])
     assert result.peak_staging_bytes <= 0.05e9

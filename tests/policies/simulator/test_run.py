@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 
+from policies.always_local import AlwaysLocal
 from policies.scenario import load_scenario
 from policies.simulator.result import Result
+from policies.simulator.run import simulate
 from policies.workload.generate import Generator
 from policies.workload.request import BLOCK_TOKENS, Request
 from prfaas.errors import ConfigError
 from prfaas.profile import Profile
+from prfaas.settings import PolicySettings
+from prfaas.snapshot import Decision, RequestFacts, Snapshot
 
 STEP = 0.01
 MB = 1000  # tokens that make a megabyte of KV
@@ -433,3 +437,18 @@ def test_a_summary_may_leave_the_warm_up_out(site: Any) -> None:
     assert 0 < result.summary(last / 2).requests < 50
     with pytest.raises(ValueError, match="no request arrives"):
         result.summary(last + 1)
+
+
+def test_policies_see_how_many_nodes_serve_a_queue(site: Any) -> None:
+    """Without, a solved threshold would take D for one node, and send away what it can serve."""
+    seen: list[tuple[int, int]] = []
+
+    class Looks(AlwaysLocal):
+        def decide(self, request: RequestFacts, snapshot: Snapshot, state: None) -> Decision:
+            seen.append((snapshot.local.instances, snapshot.remotes[0].instances))
+            return super().decide(request, snapshot, state)
+
+    site.local = {"instances": 5, "prefill_instances": 3}
+    site.peer = {"instances": 2}
+    simulate(*site.scenario(), [Request(0, 0.0, 100, 1)], Looks(PolicySettings()))
+    assert seen == [(3, 2)]

@@ -1,0 +1,79 @@
+"""The head of a client's request, as far as the short way through the gateway takes it."""
+
+from __future__ import annotations
+
+import re
+
+import httptools
+
+from gateway.ids import Ids
+from gateway.quality import QUALITY_HEADER
+from gateway.schema import Api
+
+LINES = {f"POST {api.path} HTTP/1.1\r\n".encode(): api for api in Api}
+"""Request lines of the short way."""
+MAX_HEAD_BYTES = 8190
+
+PASSED_HEADERS = ("authorization", "accept", "tracestate", "user-agent")
+"""Of the client's headers, what goes on to the engine; routing headers and all others do not."""
+_READ = ("traceparent", "x-request-id", "x-cache-salt", QUALITY_HEADER)
+_WANTED = frozenset(name.encode() for name in (*PASSED_HEADERS, *_READ))
+_NOT_HERE = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"content-encoding"})
+"""With one of these a request takes the long way."""
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_LENGTH = re.compile(rb"[0-9]{1,12}")
+
+
+class ClientHead:
+    """What we act on of one head. `fields` are those that the gateway reads or passes on."""
+
+    __slots__ = ("_complete", "_plain", "api", "body_bytes", "fields")
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.fields: dict[str, str] = {}
+        self.body_bytes = -1
+        self._plain = True
+        self._complete = False
+
+    @property
+    def usable(self) -> bool:
+        return self._plain and self._complete and self.body_bytes >= 0
+
+    # --- called by httptools ---
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key = name.lower()
+        if key in _WANTED:
+            text = value.strip(b" \t").decode()
+            self.fields.setdefault(key.decode(), text)  # the first one, as aiohttp
+        elif key == b"content-length":
+            if self.body_bytes >= 0 or not _LENGTH.fullmatch(value):
+                self._plain = False
+            else:
+                self.body_bytes = int(value)
+        elif key in _NOT_HERE or (key == b"connection" and value.lower() != b"keep-alive"):
+            self._plain = False
+
+    def on_headers_complete(self) -> None:
+        self._complete = True
+
+
+def plain_head(data: bytes, end: int) -> ClientHead | None:
+    """The head in `data[:end]`, its blank line included. None where anything about it is not plain:
+    another path or version, a body without a length, what llhttp refuses.
+    """
+    api = LINES.get(data[: data.find(b"\n") + 1])
+    if api is None or end > MAX_HEAD_BYTES:
+        return None
+    head = ClientHead(api)
+    try:
+        httptools.HttpRequestParser(head).feed_data(data[:end])
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+        return None
+    return head if head.usable else None
+
+
+def request_id_of(given: str, ids: Ids) -> str:
+    """The client's id where it is one, else a new one."""
+    return given if given and _REQUEST_ID.fullmatch(given) else f"req-{ids.hex(12)}"

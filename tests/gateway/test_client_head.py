@@ -1,0 +1,86 @@
+"""Only heads without anything unusual take the short way."""
+
+import pytest
+
+from gateway.client_head import MAX_HEAD_BYTES, plain_head, request_id_of
+from gateway.ids import Ids
+from gateway.schema import Api
+
+LINE = b"POST /v1/completions HTTP/1.1\r\n"
+LENGTH = b"content-length: 5\r\n"
+
+
+def head_of(*fields: bytes, line: bytes = LINE) -> object:
+    data = line + b"".join(fields) + b"\r\n"
+    return plain_head(data + b"hello", len(data))
+
+
+def test_a_plain_head_has_what_we_act_on() -> None:
+    head = head_of(
+        b"Host: x\r\n", b"Authorization:  Bearer k \r\n", LENGTH, b"X-Request-ID: a\r\n",
+        b"x-request-id: b\r\n", b"Cookie: c\r\n", b"Connection: Keep-Alive\r\n",
+        b"user-agent: \xc3\xa9\r\n",
+    )  # fmt: skip
+    assert head is not None
+    assert head.api is Api.COMPLETIONS
+    assert head.body_bytes == 5
+    assert head.fields == {
+        "authorization": "Bearer k", "x-request-id": "a", "user-agent": "é"
+    }  # fmt: skip
+    chat = head_of(LENGTH, line=b"POST /v1/chat/completions HTTP/1.1\r\n")
+    assert chat.api is Api.CHAT
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"GET /v1/completions HTTP/1.1\r\n",
+        b"POST /v1/completions HTTP/1.0\r\n",
+        b"POST /v1/completions?x=1 HTTP/1.1\r\n",
+        b"POST /v1/models HTTP/1.1\r\n",
+        b"POST  /v1/completions HTTP/1.1\r\n",
+        b"POST /v1/completions HTTP/1.1\n",
+        b"post /v1/completions HTTP/1.1\r\n",
+        b"\r\nPOST /v1/completions HTTP/1.1\r\n",
+    ],
+)
+def test_another_line_takes_the_long_way(line: bytes) -> None:
+    assert head_of(LENGTH, line=line) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (),
+        (LENGTH, LENGTH),
+        (LENGTH, b"content-length: 6\r\n"),
+        (b"content-length: 5, 5\r\n",),
+        (b"content-length: +5\r\n",),
+        (b"content-length: 5x\r\n",),
+        (b"content-length: -1\r\n",),
+        (b"content-length: 9999999999999\r\n",),
+        (LENGTH, b"transfer-encoding: chunked\r\n"),
+        (b"transfer-encoding: chunked\r\n",),
+        (LENGTH, b"expect: 100-continue\r\n"),
+        (LENGTH, b"connection: close\r\n"),
+        (LENGTH, b"connection: upgrade\r\n", b"upgrade: h2c\r\n"),
+        (LENGTH, b"content-encoding: gzip\r\n"),
+        (LENGTH, b" folded: x\r\n"),
+        (LENGTH, b"bad name: x\r\n"),
+        (LENGTH, b"x: a\rb\r\n"),
+        (LENGTH, b"x: \x00\r\n"),
+        (LENGTH, b"content-length : 5\r\n"),
+        (LENGTH, b"user-agent: \xff\r\n"),
+        (LENGTH, b"x: " + b"y" * MAX_HEAD_BYTES + b"\r\n"),
+    ],
+    ids=lambda fields: b"".join(fields)[:40].decode("latin-1"),
+)
+def test_anything_unusual_takes_the_long_way(fields: tuple[bytes, ...]) -> None:
+    assert head_of(*fields) is None
+
+
+def test_request_ids_are_the_clients_where_they_are_ids() -> None:
+    ids = Ids()
+    assert request_id_of("abc-1_x.y:z", ids) == "abc-1_x.y:z"
+    for given in ("", "a b", "a" * 129, "<", "a\n"):
+        assert request_id_of(given, ids).startswith("req-")

@@ -1,0 +1,160 @@
+"""Explaining a logged decision: replayed as logged, and each flip is real and the nearest one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from policies.explain import Explanation, explain, find
+from policies.inputs import inputs_of
+from policies.registry import POLICIES, make_policy
+from prfaas.cli import cli
+from prfaas.errors import ConfigError
+from prfaas.settings import PolicySettings
+from prfaas.snapshot import Reason, RequestFacts, Snapshot, Target
+from prfaas.testing.contracts import busy_snapshot, long_request
+
+
+def line(
+    name: str = "least_ttft",
+    facts: RequestFacts | None = None,
+    snapshot: Snapshot | None = None,
+    request_id: str = "r1",
+    **changes: Any,
+) -> str:
+    """As the gateway logs it."""
+    policy = make_policy(PolicySettings(name=name))
+    facts, snapshot = facts or long_request(), snapshot or busy_snapshot()
+    state = policy.initial_state()
+    row = {
+        "request_id": request_id,
+        "decision": policy.decide(facts, snapshot, state),
+        "policy": name,
+        "policy_state": state,
+        "facts": facts,
+        "snapshot": snapshot,
+        **changes,
+    }
+    return "2026-01-01 INFO gateway.request " + msgspec.json.encode(row).decode() + "\n"
+
+
+def explained(tmp_path: Path, text: str, **settings: Any) -> Explanation:
+    log = tmp_path / "gateway.log"
+    log.write_text(text)
+    logged = find(log, None)
+    return explain(logged, PolicySettings.model_validate({"name": logged.policy, **settings}))
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_policy_replays_what_it_logged(tmp_path: Path, name: str) -> None:
+    found = explained(tmp_path, line(name))
+    assert found.same
+    assert found.replayed == found.logged.decision
+
+
+@pytest.mark.parametrize("name", ["least_ttft", "paper", "priced", "local_first"])
+def test_flips_are_real_and_nothing_flips_before_them(tmp_path: Path, name: str) -> None:
+    found = explained(tmp_path, line(name))
+    policy, logged = make_policy(PolicySettings(name=name)), found.logged
+    inputs = {moved.name: moved for moved in inputs_of(logged.facts, logged.snapshot)}
+    state = policy.initial_state()
+    seen = 0
+    for flip in found.flips:
+        moved = inputs.get(flip.name)
+        if moved is None:
+            continue
+        seen += 1
+        there = policy.decide(*moved.put(logged.facts, logged.snapshot, flip.at), state)
+        assert there == flip.decision
+        assert there.target is not found.replayed.target
+        # A little nearer to what it was, nothing has changed yet.
+        nearer = flip.at + (flip.now - flip.at) * 0.005
+        if moved.as_is(nearer) != flip.at and abs(nearer - flip.at) > 2 * moved.grain:
+            here = policy.decide(*moved.put(logged.facts, logged.snapshot, nearer), state)
+            assert here.target is found.replayed.target, flip.name
+    assert seen >= 8
+
+
+def test_the_queue_that_would_have_kept_it_home_is_where_both_take_as_long(tmp_path: Path) -> None:
+    found = explained(tmp_path, line(), remote_margin=0.0)
+    flip = next(flip for flip in found.flips if flip.name == "peer/prefill-0 queue")
+    local, remote = flip.decision.estimates
+    assert flip.decision.reason is Reason.LOCAL_FASTER
+    assert remote.ttft_s == pytest.approx(local.ttft_s, rel=0.01)
+
+
+def test_a_parameter_is_moved_like_an_input(tmp_path: Path) -> None:
+    found = explained(tmp_path, line("length_threshold"))
+    (flip,) = [flip for flip in found.flips if flip.name == "policy threshold_tokens"]
+    assert (flip.now, flip.at, flip.decision.target) == (2048, 4000, Target.LOCAL)
+    assert "peer/prefill-0 round trip" in found.firm
+
+
+def test_what_no_input_alone_changes_is_said(tmp_path: Path) -> None:
+    found = explained(tmp_path, line("always_local"))
+    assert found.flips == ()
+    assert len(found.firm) > 10
+
+
+def test_an_overridden_decision_and_other_parameters_are_told_apart(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    decided = make_policy(PolicySettings()).decide(
+        long_request(), busy_snapshot(), make_policy(PolicySettings()).initial_state()
+    )
+    off = replace(decided, target=Target.LOCAL, reason=Reason.OFFLOAD_OFF, plan=())
+    log.write_text(line(decision=off))
+    done = CliRunner().invoke(cli, ["explain", str(log)])
+    assert done.exit_code == 0, done.output
+    assert "overrode the policy" in done.output
+    log.write_text(line(decision=replace(off, reason=Reason.LOCAL_FASTER)))
+    assert "other parameters" in CliRunner().invoke(cli, ["explain", str(log)]).output
+
+
+def test_the_command_finds_a_request_and_asks_other_policies(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    short = RequestFacts("r2", 40)
+    log.write_text("starting {}\nnot { json\n" + line() + line(facts=short, request_id="r2"))
+    last = CliRunner().invoke(cli, ["explain", str(log)])
+    assert last.exit_code == 0, last.output
+    assert last.output.startswith("r2: 40 prompt tokens")
+    done = CliRunner().invoke(
+        cli, ["explain", str(log), "--request", "r1", "--policy", "always_local", "--json"]
+    )
+    data = json.loads(done.output)
+    assert (data["request_id"], data["same"], data["flips"]) == ("r1", False, [])
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(
+        "policy_version: 1\npolicy: length_threshold\nparameters: {threshold_tokens: 9000}\n"
+    )
+    options = ["explain", str(log), "--request", "r1", "--policy-file", str(policy)]
+    assert "local (below_threshold)" in CliRunner().invoke(cli, options).output
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("nothing here\n", "no line with a decision"),
+        (line(policy=5), "gateway.log:1: not a line that this version wrote"),
+        (line().replace(":4001", ':"many"'), "gateway.log:1"),
+        (line("priced", policy_state={"closed": "x"}), "the logged state is not priced's"),
+        (line(policy="mine"), "'mine' is not one of"),
+    ],
+)
+def test_what_cannot_be_explained_is_named(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        explained(tmp_path, text)
+
+
+def test_a_request_that_is_not_there_is_named(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    log.write_text(line())
+    with pytest.raises(ConfigError, match="no decision of 'r9'"):
+        find(log, "r9")
+    with pytest.raises(ConfigError, match="cannot read"):
+        find(tmp_path / "none.log", None)
