@@ -25,6 +25,7 @@ from prfaas.errors import PrfaasError
 
 OURS = "ours"
 PLAIN = "aiohttp"
+OFFLOADING, TWO_LEGS = "ours-offloading", "vllm-pd"
 ROUNDS, QUICK_ROUNDS = 7, 3
 RSS_REQUESTS = 100_000
 RSS_WARM_UP = 10_000
@@ -43,15 +44,17 @@ ROWS = (
     ("cpu_sse32_over_aiohttp", "sse32", PLAIN),
     ("cpu_paced_token_over_vllm", "paced", "vllm-rr"),
     ("cpu_paced_token_over_aiohttp", "paced", PLAIN),
+    ("cpu_remote_decision_over_vllm_pd", "remote", TWO_LEGS),
 )
 
 
 def loads(quick: bool) -> tuple[Load, ...]:
-    scale = 1 if quick else 4
+    scale = 1 if quick else 3
     return (
         Load("200B", 200, clients=16, requests=1000 * scale),
         Load("64KB", 64_000, clients=16, requests=250 * scale),
         Load("sse32", 200, clients=16, requests=400 * scale, stream=True),
+        Load("remote", 200, clients=16, requests=500 * scale, remote=True),
         Load("paced", 200, clients=32, requests=64 * scale, stream=True, paced=True),
     )
 
@@ -71,18 +74,26 @@ async def _run(quick: bool, report: Report) -> None:
     async with AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prfaas-bench-")))
         engine = [sys.executable, "-m", "bench.gateway_engine"]
-        _, port = await stack.enter_async_context(
+        _, line = await stack.enter_async_context(
             routers_.process(engine, directory / "engine.log", load_core, reads_line=True)
         )
-        engine_url = f"http://127.0.0.1:{port}"
+        port, other_port, d_agent, p_agent = line.split()
+        engine_url, other_url = (f"http://127.0.0.1:{each}" for each in (port, other_port))
         commands: dict[str, Callable[[int], list[str]]] = {
             OURS: lambda port: routers_.ours(directory, port, engine_url),
+            OFFLOADING: lambda port: routers_.ours_offloading(
+                directory, port, engine_url, d_agent, p_agent
+            ),
             PLAIN: lambda port: routers_.plain_proxy(port, engine_url),
         }
         for name, python in pythons.items():
             if python is not None:
                 for short, policy in (("rr", "round_robin"), ("cache", "cache_aware")):
                     commands[f"{name}-{short}"] = _baseline(python, name, policy, engine_url)
+        if (vllm := pythons["vllm"]) is not None:
+            commands[TWO_LEGS] = lambda port: routers_.vllm_two_legs(
+                vllm, port, other_url, engine_url
+            )
         routers = await stack.enter_async_context(
             routers_.running(commands, directory, router_core, report.say)
         )
@@ -107,6 +118,8 @@ async def _measure(
         for name, router in routers.items():
             if load.paced and name.startswith("sglang"):
                 continue  # it does not pass on the field by which the engine paces its events
+            if load.remote is not (name in (OFFLOADING, TWO_LEGS)):
+                continue
             arms[f"{load.name} {name}"] = _cpu_us(router, drivers[name], load)
     one = Load("c1", 200, clients=1, requests=200 if quick else 800)
     for name in ("direct", OURS, "vllm-rr"):
@@ -114,7 +127,8 @@ async def _measure(
             arms[f"c1 {name}"] = _p50_us(drivers[name], one)
     for load in loads(True):  # warm: pools, caches, branches
         for name in routers:
-            await drivers[name].run(load)
+            if load.remote is (name in (OFFLOADING, TWO_LEGS)):
+                await drivers[name].run(load)
     rounds = QUICK_ROUNDS if quick else ROUNDS
     found = await run_interleaved(arms, rounds, report.say)
     _write(report, found)
@@ -149,7 +163,8 @@ def _write(report: Report, found: dict[str, Samples]) -> None:
     for row, load, name in ROWS:
         if f"{load} {name}" not in found:
             continue
-        mine, theirs = found[f"{load} {OURS}"], found[f"{load} {name}"]
+        mine = found[f"{load} {OFFLOADING if load == 'remote' else OURS}"]
+        theirs = found[f"{load} {name}"]
         what = "token" if load == "paced" else "request"
         note = (
             f"router CPU of a {what}: {mine.median:.0f} us ({mine.spread}) against "
@@ -175,8 +190,11 @@ def _named(name: str) -> str:
     """A router as it can be had."""
     package, _, policy = name.partition("-")
     if package not in routers_.VERSIONS:
-        return {PLAIN: "a plain aiohttp proxy", OURS: "this gateway"}.get(name, name)
-    return f"{routers_.VERSIONS[package]}, {'cache aware' if policy == 'cache' else 'round robin'}"
+        named = {PLAIN: "a plain aiohttp proxy", OURS: "this gateway"}
+        named[OFFLOADING] = "this gateway, every request offloaded"
+        return named.get(name, name)
+    how = {"cache": "cache aware", "pd": "prefill and decode as two legs"}
+    return f"{routers_.VERSIONS[package]}, {how.get(policy, 'round robin')}"
 
 
 async def _rss_growth(router: Router, driver: Driver) -> float:

@@ -14,7 +14,7 @@ from gateway.upstream import HttpUpstream
 from prfaas.errors import PrfaasError
 from prfaas.limits import Limits
 
-PATH = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HEADERS = {"content-type": "application/json"}
 
 
@@ -34,6 +34,12 @@ class Load:
     requests: int
     stream: bool = False
     paced: bool = False
+    remote: bool = False
+    """A prompt of token ids, which a gateway can offload without a tokenizer."""
+
+    @property
+    def path(self) -> str:
+        return COMPLETIONS if self.remote else CHAT
 
     @property
     def tokens(self) -> int:
@@ -41,6 +47,8 @@ class Load:
 
     def body(self, number: int) -> bytes:
         fields: dict[str, object] = {"model": MODEL, "max_tokens": 32}
+        if self.remote:
+            return self._ids(fields, number)
         if self.stream:
             fields["stream"] = True
         if self.paced:
@@ -50,6 +58,13 @@ class Load:
         size = len(json.dumps({**fields, "messages": [message]}))
         message["content"] = _words(self.body_bytes - size) + content
         return json.dumps({**fields, "messages": [message]}).encode()
+
+    def _ids(self, fields: dict[str, object], number: int) -> bytes:
+        last = 10**8 + number
+        left = self.body_bytes - len(json.dumps({**fields, "prompt": [last], "user": ""}))
+        prompt = [10 + at % 90 for at in range(left // len("10, "))]
+        fields["user"] = "x" * (left % len("10, "))
+        return json.dumps({**fields, "prompt": [*prompt, last]}).encode()
 
 
 def _words(size: int) -> str:
@@ -77,7 +92,9 @@ class Driver:
         async def client() -> None:
             for at in left:
                 started = time.perf_counter()
-                async with self._upstream.post(PATH, HEADERS, bodies[at % len(bodies)]) as response:
+                async with self._upstream.post(
+                    load.path, HEADERS, bodies[at % len(bodies)]
+                ) as response:
                     answer = await response.read(1 << 20)
                     status = response.status
                 took.append(time.perf_counter() - started)

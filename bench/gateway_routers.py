@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from bench.gateway_engine import ENGINE, INSTANCE, MODEL, PEER
 from bench.wan_site import process_cpu_s
 from gateway.upstream import HttpUpstream
 from prfaas.errors import PrfaasError
@@ -24,7 +25,6 @@ from prfaas.up.stack import free_ports
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".cache" / "routers"
 VERSIONS = {"sglang": "sglang-router==0.3.2", "vllm": "vllm-router==0.1.17"}
-MODEL = "bench"
 
 _INSTALL_TIMEOUT_S = 300.0
 _READY_TIMEOUT_S = 40.0
@@ -83,6 +83,38 @@ def ours(directory: Path, port: int, engine_url: str) -> list[str]:
     path = directory / "gateway.yaml"
     path.write_text(yaml.safe_dump(settings))
     return [sys.executable, "-m", "prfaas", "gateway", "--config", str(path)]
+
+
+def ours_offloading(
+    directory: Path, port: int, engine_url: str, d_agent: str, p_agent: str
+) -> list[str]:
+    """The same with agents, so that it decides, signs and hears outcomes; every prompt is worth
+    offloading."""
+    settings = {
+        "config_version": 1,
+        "gateway": {
+            "host": "127.0.0.1",
+            "port": port,
+            "model": MODEL,
+            "engines": [{"name": ENGINE, "url": engine_url, "agent": d_agent}],
+            "peers": [{"peer": PEER, "instance": INSTANCE, "watch": p_agent}],
+            "transfer_key": "a key of this benchmark",
+            "short_body_bytes": 0,
+            "policy": {"name": "least_ttft", "min_uncached_tokens": 1},
+        },
+        "limits": {"fallback_budget_tokens": 1_000_000},
+    }
+    path = directory / "offloading.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return [sys.executable, "-m", "prfaas", "gateway", "--config", str(path)]
+
+
+def vllm_two_legs(python: Path, port: int, prefill_url: str, decode_url: str) -> list[str]:
+    """A request goes to the prefill engine and then to the decode engine."""
+    command = baseline(python, "vllm", "round_robin", port, decode_url)
+    at = command.index("--worker-urls")
+    legs = ["--vllm-pd-disaggregation", "--prefill", prefill_url, "--decode", decode_url]
+    return [*command[:at], *legs, *command[at + 2 :]]
 
 
 def plain_proxy(port: int, engine_url: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import TextIO
 
 import msgspec
 
@@ -86,14 +87,14 @@ def _write(lines: list[str]) -> None:
         logger = logger.parent if logger.propagate else None
 
 
-def _write_at_once(handler: logging.StreamHandler[object], lines: list[str]) -> None:
+def _write_at_once(handler: logging.StreamHandler[TextIO], lines: list[str]) -> None:
     """What comes before and after a line is formatted once for all of them."""
     before, _, after = handler.format(_record(_PLACE)).partition(_PLACE)
     end = after + handler.terminator
     text = "".join([f"{before}{line}{end}" for line in lines])
     handler.acquire()
     try:
-        handler.stream.write(text)  # type: ignore[attr-defined]
+        handler.stream.write(text)
         handler.flush()
     except (OSError, ValueError):  # a full disk, a closed stream: as logging takes it
         handler.handleError(_record(text))

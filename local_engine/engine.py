@@ -223,12 +223,18 @@ class Engine:
                 f"the KV pool of {room} tokens",
                 param="max_tokens" if tokens < room else "prompt",
             )
-        ids = np.asarray(request.prompt_tokens)
-        wrong = ids[(ids < 0) | (ids >= self.vocab_size)]
-        if len(wrong):
-            raise InvalidRequest(
-                f"token {wrong[0]} is outside the vocabulary of {self.vocab_size}", param="prompt"
-            )
+        # What is drawn from must not fail later: that would end the engine, not the request.
+        biased = [token for token, _ in request.sampling.logit_bias]
+        for param, ids in (("prompt", request.prompt_tokens), ("logit_bias", biased)):
+            array = np.asarray(ids)
+            wrong = array[(array < 0) | (array >= self.vocab_size)]
+            if len(wrong):
+                raise InvalidRequest(
+                    f"token {wrong[0]} is outside the vocabulary of {self.vocab_size}", param=param
+                )
+        logprobs = request.sampling.logprobs
+        if logprobs is not None and logprobs < 0:
+            raise InvalidRequest(f"logprobs is {logprobs}, not positive", param="logprobs")
 
     def _retry_after_s(self) -> float:
         stats = self._stats

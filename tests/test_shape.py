@@ -39,7 +39,9 @@ def tracked() -> list[Path]:
 
 
 def sources(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+    """Not what pip leaves where it builds a wheel."""
+    found = sorted((ROOT / package).rglob("*.py"))
+    return [path for path in found if "build" not in path.relative_to(ROOT).parts]
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:

@@ -150,7 +150,13 @@ class RunningStack:
         return self._specs[name].log.read_text(errors="replace")
 
     def complete(
-        self, prompt: list[int], *, url: str | None = None, timeout_s: float = 60.0, **fields: Any
+        self,
+        prompt: list[int],
+        *,
+        url: str | None = None,
+        timeout_s: float = 60.0,
+        headers: Mapping[str, str] | None = None,
+        **fields: Any,
     ) -> Answer:
         """One greedy completion with token ids in and out; by default through the gateway."""
         body = {
@@ -161,12 +167,21 @@ class RunningStack:
             "return_token_ids": True,
             **fields,
         }
-        return self.post(f"{url or self.stack.gateway_url}/v1/completions", body, timeout_s)
+        return self.post(
+            f"{url or self.stack.gateway_url}/v1/completions", body, timeout_s, headers
+        )
 
-    def post(self, url: str, body: object, timeout_s: float = 60.0) -> Answer:
+    def post(
+        self,
+        url: str,
+        body: object,
+        timeout_s: float = 60.0,
+        headers: Mapping[str, str] | None = None,
+    ) -> Answer:
         """POST JSON; error statuses are answers too."""
         data = json.dumps(body).encode()
-        request = urllib.request.Request(url, data, {"content-type": "application/json"})
+        sent = {"content-type": "application/json", **(headers or {})}
+        request = urllib.request.Request(url, data, sent)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as reply:
                 return Answer(reply.status, json.load(reply), reply.headers["x-request-id"] or "")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,8 @@ from bench.harness import Report, Samples
 from prfaas.testing.raw_http import HELLO, OK, answering, raw_server
 
 LOADS = tuple(
-    Load(load.name, load.body_bytes, 2, 4, load.stream, load.paced) for load in gateway.loads(True)
+    Load(load.name, load.body_bytes, 2, 4, load.stream, load.paced, load.remote)
+    for load in gateway.loads(True)
 )
 
 
@@ -30,14 +34,16 @@ def test_bodies_have_their_size_and_differ_at_the_end(load: Load) -> None:
 async def test_every_load_passes_through_the_gateway_and_the_plain_proxy(tmp_path: Path) -> None:
     said: list[str] = []
     engine = [sys.executable, "-m", "bench.gateway_engine"]
-    async with gateway_routers.process(engine, tmp_path / "e.log", 0, reads_line=True) as (_, port):
+    async with gateway_routers.process(engine, tmp_path / "e.log", 0, reads_line=True) as (_, line):
+        port, _, d, p = line.split()
         url = f"http://127.0.0.1:{port}"
         commands = {
             "ours": lambda port: gateway_routers.ours(tmp_path, port, url),
+            "offloading": lambda port: gateway_routers.ours_offloading(tmp_path, port, url, d, p),
             "aiohttp": lambda port: gateway_routers.plain_proxy(port, url),
         }
         async with gateway_routers.running(commands, tmp_path, 0, said.append) as routers:
-            assert list(routers) == ["ours", "aiohttp"], said
+            assert list(routers) == ["ours", "offloading", "aiohttp"], said
             for router in routers.values():
                 driver = Driver(router.url)
                 before = router.cpu_s()
@@ -46,6 +52,16 @@ async def test_every_load_passes_through_the_gateway_and_the_plain_proxy(tmp_pat
                 assert 0 < router.cpu_s() - before < 30
                 assert router.rss_bytes() > 1 << 20
                 await driver.close()
+            page = f"{routers['offloading'].url}/prfaas/requests?limit=1000"
+            found = json.loads(await asyncio.to_thread(_page, page))["requests"]
+            remote = [each for each in found if each["target"] == "remote"]
+            assert len(remote) >= 4
+            assert {each["outcome"]["status"] for each in remote[4:]} <= {"staged"}
+
+
+def _page(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return bytes(answer.read())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -74,7 +90,7 @@ async def test_a_router_that_does_not_come_up_is_left_out(
 
 
 def test_a_row_whose_baseline_did_not_run_is_not_written(tmp_path: Path) -> None:
-    ran = ("ours", "aiohttp", "vllm-rr")
+    ran = ("ours", "aiohttp", "vllm-rr", "ours-offloading")
     found = {
         f"{load.name} {name}": Samples((10.0 * at, 10.0 * at))
         for load in gateway.loads(True)

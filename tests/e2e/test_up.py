@@ -1,54 +1,19 @@
-"""`prfaas up`: the demonstration succeeds on the real model, and nothing outlives it."""
+"""`prfaas up`: it stops in order, names what went wrong, and nothing outlives it."""
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from prfaas.testing.up_process import UP, running_up, started
 from prfaas.up.stack import free_ports
-
-_UP = (sys.executable, "-m", "prfaas", "up")
-
-
-@contextmanager
-def running_up(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """A started `prfaas up` with its temporary directories below `tmp_path`."""
-    process = subprocess.Popen(
-        [*_UP, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONUNBUFFERED": "1", "COLUMNS": "120"},
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def started(process: subprocess.Popen[str]) -> dict[str, int]:
-    """Process ids by name, once all five run."""
-    assert process.stdout is not None
-    seen = []
-    for line in process.stdout:
-        seen.append(line)
-        if line.startswith("running: "):
-            return {name: int(pid) for name, pid in re.findall(r"([a-z-]+) (\d+)", line[9:])}
-    raise AssertionError("".join(seen))
 
 
 def assert_gone(pids: dict[str, int]) -> None:
@@ -56,33 +21,6 @@ def assert_gone(pids: dict[str, int]) -> None:
     while alive := [name for name, pid in pids.items() if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, f"still running: {alive}"
         time.sleep(0.05)
-
-
-@pytest.mark.real_model
-@pytest.mark.timeout(600)
-def test_once_shows_both_paths_and_a_burst_on_the_real_model(
-    demo_model_path: Path, tmp_path: Path
-) -> None:
-    del demo_model_path  # fetched before the clock starts
-    # It ends with 1 where nothing was offloaded, also when a machine that others use was so uneven
-    # that local really was faster. A second try tells that from a fault.
-    for attempt in range(2):
-        directory = tmp_path / str(attempt)  # a failed try leaves its logs
-        directory.mkdir()
-        with running_up(directory, "--once") as process:
-            text, _ = process.communicate(timeout=280)
-        if process.returncode == 0:
-            break
-    assert process.returncode == 0, text
-    short, long_ = text.index("A short prompt"), text.index("A long prompt")
-    assert "reason: too_short" in text[short:long_]
-    assert "remote (reason: remote_faster)" in text[long_:]
-    for part in ("estimated TTFT, local", "estimated TTFT, p/p-0", "MB on the wire", "identity"):
-        assert part in text[long_:], text
-    assert re.search(r"hidden behind prefill\s*│\s*[\d.]+% of the transfer", text), text
-    assert "ITL of the running chats, P99" in text
-    assert re.search(r"long prompts prefilled at P\s*│\s*0 of 6\s*│\s*[1-6] of 6", text), text
-    assert list(directory.iterdir()) == []
 
 
 @pytest.mark.timeout(120)
@@ -128,7 +66,7 @@ def test_killing_it_leaves_no_orphan(tiny_model_dir: Path, tmp_path: Path) -> No
 
 def test_a_missing_model_is_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*_UP, "--model", str(tmp_path / "absent")], capture_output=True, text=True, timeout=60
+        [*UP, "--model", str(tmp_path / "absent")], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 2
     assert done.stderr == f"prfaas: --model: {tmp_path / 'absent'} does not exist\n"
@@ -153,7 +91,7 @@ def test_a_port_in_use_is_named(tmp_path: Path, tiny_model_dir: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         done = subprocess.run(
-            [*_UP, "--model", str(tiny_model_dir), "--port", str(port)],
+            [*UP, "--model", str(tiny_model_dir), "--port", str(port)],
             capture_output=True,
             text=True,
             timeout=60,

@@ -132,6 +132,8 @@ async def test_the_start_measures_without_a_trace() -> None:
         (request("a", [1], -3), InvalidRequest, "max_tokens", "max_tokens is -3"),
         (request("a", [1, CHAIN_VOCAB]), InvalidRequest, "prompt", f"token {CHAIN_VOCAB} is"),
         (request("a", [-1]), InvalidRequest, "prompt", "token -1 is outside the vocabulary"),
+        (request("a", [1], logit_bias=((-1, 1.0),)), InvalidRequest, "logit_bias", "token -1 is"),
+        (request("a", [1], logprobs=-1), InvalidRequest, "logprobs", "logprobs is -1"),
         (request("a", [1] * 197, 4), ContextTooLong, "max_tokens", "197 prompt tokens.* 4 .* 200"),
         (request("a", [1] * 300, 4), ContextTooLong, "prompt", "300 prompt tokens"),
     ],

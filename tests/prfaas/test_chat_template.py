@@ -82,6 +82,25 @@ def test_a_template_file_wins_and_a_tool_template_serves_requests_with_tools(
     assert Tokenizer.load(directory).render_chat(CHAT, TOOLS, extra=1) == "file 1"
 
 
+@pytest.mark.parametrize(
+    ("sources", "takes"),
+    [
+        ({"default": "{% if tools %}{{ tools }}{% endif %}"}, "default"),
+        ({"default": "{% if not tools is defined %}{% set tools = none %}{% endif %}"}, "default"),
+        ({"default": "plain", "tool_use": "{{ tools | length }}"}, "tool_use"),
+        ({"default": "{{ tools }}", "rag": "{{ tools }}"}, "default"),
+        ({"default": "no tools, {{ messages[0].tools }}"}, None),
+        ({"default": "plain", "rag": "{{ tools }}"}, None),
+        ({}, None),
+    ],
+)
+def test_a_template_that_would_leave_tools_out_is_known(
+    sources: dict[str, str], takes: str | None
+) -> None:
+    template = ChatTemplate(sources, {})
+    assert template.tool_source == (None if takes is None else sources[takes])
+
+
 def test_text_parts_are_joined_and_other_parts_are_refused() -> None:
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {})
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]

@@ -180,6 +180,28 @@ def test_special_tokens_are_skipped_in_text_unless_asked_for(tiny_model_dir: Pat
     assert [tokenizer.token_is_special(token_id) for token_id in ids] == [False, True, False]
 
 
+def test_bytes_of_single_tokens_make_up_the_text(tiny_model_dir: Path) -> None:
+    tokenizer = Tokenizer.load(tiny_model_dir)
+    text = "naïve 日本語 👩‍👩‍👧 <|im_end|>\n\tx"
+    ids = tokenizer.encode(text)
+    assert b"".join(tokenizer.token_bytes(token) for token in ids) == text.encode()
+    assert any(not tokenizer.token_bytes(token).isascii() for token in ids)
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+
+
+def test_bytes_of_tokens_in_a_vocabulary_of_words_and_bytes(tmp_path: Path) -> None:
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "h": 257}
+    words = tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True)
+    backend = tokenizers.Tokenizer(words)
+    backend.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+    ])  # fmt: skip
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert [tokenizer.token_bytes(token) for token in (0xE2, 256, 257)] == [b"\xe2", b" ", b"h"]
+
+
 @pytest.mark.parametrize(("add_bos", "add_eos"), [(True, False), (True, True), (False, True)])
 def test_add_special_adds_what_the_files_say(
     tiny_model_dir: Path, tmp_path: Path, add_bos: bool, add_eos: bool
