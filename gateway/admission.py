@@ -68,4 +68,5 @@ class FallbackBudget:
         return True
 
     def finish(self, transfer_id: str) -> None:
-        self.granted_tokens -= self._grants.pop(transfer_id, 0)
+        if transfer_id in self._grants:
+            self.granted_tokens -= self._grants.pop(transfer_id)

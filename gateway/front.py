@@ -332,8 +332,9 @@ class ClientConnection(asyncio.Protocol):
             self.abort()
             return
         self._say(answer, request_id)
-        with contextlib.suppress(Cancelled):  # then the connection is gone, and this task next
-            await self.drain()
+        if self._writing_paused:
+            with contextlib.suppress(Cancelled):  # then the connection is gone, and this task next
+                await self.drain()
 
     def _say(self, answer: WholeAnswer, request_id: str, *, closing: bool = False) -> None:
         transport = self._transport

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -202,12 +203,17 @@ def rewrite(
     return msgspec.json.encode(changed)
 
 
+@cache
+def _decoder(kind: type[T]) -> msgspec.json.Decoder[T | None]:
+    return msgspec.json.Decoder(kind | None)
+
+
 def _decode(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
     raw = fields.get(name)
     if raw is None:
         return None
     try:
-        return msgspec.json.decode(raw, type=kind | None)
+        return _decoder(kind).decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise InvalidRequest(f"{name}: {exc}", param=name) from exc
 

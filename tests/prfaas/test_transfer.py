@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import msgspec
 import pytest
 
 from prfaas.errors import InvalidRequest, Unauthorized
-from prfaas.transfer import PlanStep, SeenTransfers, TransferParams, parse, sign, verify
+from prfaas.quality import Quality
+from prfaas.transfer import (
+    PlanStep,
+    SeenTransfers,
+    TransferParams,
+    canonical,
+    parse,
+    sign,
+    verify,
+)
 
 KEY = b"key"
 PARAMS = TransferParams(
@@ -24,6 +37,23 @@ def test_signed_parameters_cross_json_and_verify_with_either_key() -> None:
     received = parse(sign(PARAMS, KEY).to_dict())
     verify(received, [b"new", KEY], now=99.0)
     assert received.plan == (PlanStep("fra", "p0"),)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"plan": (PlanStep('a"b', "é"), PlanStep("\ud800", "\n"))},
+        {"plan": (), "deadline_s": 0.1, "expires": 1796025932.2645793, "tenant": "\u2028"},
+        {"quality": Quality.EXACT, "deadline_s": 1e22, "expires": 5e-324},
+    ],
+)
+def test_what_is_signed_is_all_fields_as_sorted_json(fields: dict[str, Any]) -> None:
+    """Also of a field that is added one day."""
+    params = msgspec.structs.replace(PARAMS, **fields)
+    body = msgspec.to_builtins(params)
+    del body["mac"]
+    assert canonical(params) == json.dumps(body, sort_keys=True, separators=(",", ":"))
 
 
 @pytest.mark.parametrize(
