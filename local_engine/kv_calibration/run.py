@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,8 +17,10 @@ from local_engine.kv_calibration.tape import Tape, record
 from local_engine.kv_calibration.weights import layer_weights
 from local_engine.loader import LoadedModel, load_model
 from local_engine.models.llama import LlamaModel
-from prfaas.codecs import Calibration
+from prfaas.codecs import Calibration, Codec
+from prfaas.codecs.calibration import Rung
 from prfaas.codecs.gate import misses
+from prfaas.codecs.int8 import Int8Codec
 from prfaas.codecs.native import native
 from prfaas.codecs.transform import make_codec
 from prfaas.errors import ConfigError
@@ -95,15 +97,19 @@ def evaluated(
     loaded: LoadedModel, calibration: Calibration, sources: Sequence[str],
     sizes: Sizes, say: Say,
 ) -> Calibration:  # fmt: skip
-    """The calibration with what its rungs do to text of other sources."""
+    """The calibration with what its rungs do to text of other sources, and int8 too."""
     assert native is not None
     model = loaded.model
     prompts = evaluation_prompts(loaded, sources, sizes)
     floor = noise_floor(loaded, prompts)
     say(f"{len(prompts)} prompts to measure on; bf16 and fp32 KV agree in {floor:.2%}")
     measured = {}
-    for rung in calibration.header.rungs:
-        codec = make_codec(native, calibration, rung)
+    plain = Rung(Int8Codec.name, Int8Codec.quality, step=1.0)
+    int8 = Int8Codec(native)
+    header = replace(calibration.header, rungs=(*calibration.header.rungs, plain))
+    calibration = replace(calibration, header=header)
+    for rung in header.rungs:
+        codec: Codec = make_codec(native, calibration, rung) if rung is not plain else int8
         found = measure(model, prompts, codec, spans_for(calibration, rung), floor)
         measured[rung.codec] = found
         wrong = misses(rung.quality, found)
