@@ -1,18 +1,12 @@
 """One request from end to end on real sockets: decided, signed, relayed, recorded."""
 
 import asyncio
-import contextlib
 import json
 import logging
-import threading
-from collections.abc import AsyncIterator
 from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
 
-from gateway import front, handlers
 from prfaas.hashing import block_chain, cache_salt
 from prfaas.snapshot import Outcome
 from prfaas.testing.gateway_setup import (
@@ -457,134 +451,6 @@ async def test_a_request_ends_at_its_deadline(
 
 
 # --- clients that leave --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "script",
-    [
-        Script(first_delay_s=60),
-        Script(texts=("a",) * 500, token_delay_s=0.02),
-        Script(stop_after=1, then="hang"),
-    ],
-    ids=["queued or prefilling", "decoding", "stuck"],
-)
-async def test_a_client_that_leaves_stops_the_engine(cluster: Any, script: Script) -> None:
-    """Case 21; the fixture checks that nothing stays on the books."""
-    cluster.engine.script = script
-    body = completion(stream=True, max_tokens=500)
-    task = asyncio.create_task(cluster.post(body, x_request_id="leaver"))
-    await until(lambda: cluster.engine.seen, "the request at the engine")
-    await asyncio.sleep(0.05)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    await until(lambda: cluster.engine.seen[0].cancelled, "the engine to be told", timeout_s=1)
-    record = cluster.gateway.records.get("leaver")
-    await until(lambda: record.status, "the record to end")
-    assert (record.status, record.error) == ("499", "cancelled")
-
-
-async def pieces(body: Any) -> AsyncIterator[bytes]:
-    """A body without a length, which aiohttp's server reads."""
-    yield json.dumps(body).encode()
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-async def test_a_client_that_leaves_at_the_very_commit_is_no_error_of_ours(
-    cluster: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, chunked: bool
-) -> None:
-    class Gone(web.StreamResponse):
-        async def prepare(self, request: web.BaseRequest) -> None:
-            raise ConnectionResetError("cannot write to a closing transport")
-
-    make = handlers._ResponseSink.__init__
-
-    def with_gone(sink: Any, *args: Any) -> None:
-        make(sink, *args)
-        sink.response = Gone()
-
-    monkeypatch.setattr(handlers._ResponseSink, "__init__", with_gone)
-    start = front.ClientStream.start
-
-    async def start_gone(stream: Any, headers: Any) -> None:
-        stream._connection.abort()
-        await start(stream, headers)
-
-    monkeypatch.setattr(front.ClientStream, "start", start_gone)
-    body = completion(stream=True)
-    headers = {"x-request-id": "leaver"}
-    kind: dict[str, Any] = {"data": pieces(body)} if chunked else {"json": body}
-    with contextlib.suppress(aiohttp.ClientError):
-        async with cluster.client.post("/v1/completions", headers=headers, **kind):
-            pass
-    await until(lambda: cluster.gateway.records.get("leaver"), "the request")
-    record = cluster.gateway.records.get("leaver")
-    await until(lambda: record.status, "the record to end")
-    assert (record.status, record.error) == ("499", "cancelled")
-    assert "internal error" not in caplog.text
-
-
-async def test_a_client_that_leaves_while_it_is_decided_sends_nothing(make_cluster: Any) -> None:
-    entered, go_on = threading.Event(), threading.Event()
-
-    class Slow(ByteTokenizer):
-        def encode(self, text: str, add_special: bool = False) -> list[int]:
-            if text.startswith("slow"):
-                entered.set()
-                go_on.wait(5)
-            return super().encode(text)
-
-    async with make_cluster(tokenizer=Slow()) as cluster:
-        task = asyncio.create_task(cluster.post(completion("slow" * 2000)))
-        await until(entered.is_set, "the tokeniser")
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await until(lambda: cluster.gateway.admission.in_flight == 0, "the request to end")
-        go_on.set()
-        await asyncio.sleep(0.05)
-        assert not cluster.engine.seen
-
-
-async def test_leaving_a_hundred_times_leaves_nothing(cluster: Any) -> None:
-    cluster.engine.script = Script(texts=("a",) * 500, token_delay_s=0.005)
-    body = completion(stream=True, max_tokens=500)
-
-    async def leave(at: int) -> None:
-        task = asyncio.create_task(cluster.post(body))
-        await asyncio.sleep(0.001 * (at % 20))
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    for _ in range(5):
-        await asyncio.gather(*(leave(at) for at in range(20)))
-    await until(lambda: cluster.engine.active == 0, "the engine to be idle")
-
-
-async def test_a_slow_client_holds_up_only_itself_and_is_dropped(make_cluster: Any) -> None:
-    """Case 25: back-pressure reaches the engine, so memory stays flat."""
-    async with make_cluster(limits={"slow_client_timeout_s": 0.5}) as cluster:
-        piece = "y" * 60_000
-        cluster.engine.queue.append(Script(texts=(piece,) * 400))  # 24 MB
-        reader, writer = await asyncio.open_connection(
-            "127.0.0.1", cluster.gateway.port, limit=1024
-        )
-        body = json.dumps(completion(stream=True, max_tokens=400)).encode()
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%s" % (len(body), body)
-        )
-        await until(lambda: cluster.engine.seen, "the request at the engine")
-        await asyncio.sleep(0.2)
-        slow = cluster.engine.seen[0]
-        assert not slow.finished
-        assert not slow.cancelled
-        status, _, _ = await cluster.post(completion())  # others are not slowed
-        assert status == 200
-        await until(lambda: slow.cancelled, "the slow one to be dropped")
-        writer.close()
-        del reader
-
-
-# --- the rest ------------------------------------------------------------------------------------
 
 
 async def test_the_link_going_bad_keeps_requests_at_home_and_back(cluster: Any) -> None:
