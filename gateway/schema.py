@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -204,7 +204,7 @@ def rewrite(
 
 
 @cache
-def _decoder(kind: type[T]) -> msgspec.json.Decoder[T | None]:
+def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind | None)
 
 
@@ -213,9 +213,10 @@ def _decode(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | 
     if raw is None:
         return None
     try:
-        return _decoder(kind).decode(raw)
+        found: T | None = _decoder(cast(Hashable, kind)).decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise InvalidRequest(f"{name}: {exc}", param=name) from exc
+    return found
 
 
 def _require_prompt(api: Api, fields: Mapping[str, msgspec.Raw]) -> None:
