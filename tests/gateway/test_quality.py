@@ -57,7 +57,7 @@ def test_classes_share_no_cached_kv() -> None:
 async def test_a_request_says_its_class_and_it_is_signed_logged_and_counted(
     make_cluster: Any,
 ) -> None:
-    async with make_cluster() as cluster:
+    async with make_cluster(policy={"name": "always_remote"}) as cluster:
         status, _, _ = await cluster.post(
             completion(), x_prfaas_kv_quality="near", x_request_id="q1"
         )
