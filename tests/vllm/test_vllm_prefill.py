@@ -10,6 +10,7 @@ from signal import SIGSTOP
 
 import psutil
 import pytest
+import torch
 
 from local_engine.testing_gap import top_two_gap
 from prfaas.testing.stack import Answer, RunningStack, wait_until
@@ -27,8 +28,8 @@ pytestmark = [
 ]
 
 OUTPUT = 12
-BF16_TIE = 0.5
-"""Gap of the two best logits, whose deviation is 8 in this model."""
+BF16_TIE = 1.0
+"""Gap of the two best logits in bf16, whose steps are 0.125 to 0.25 in this model."""
 
 
 @pytest.fixture(scope="module")
@@ -230,10 +231,10 @@ def test_large_blocks_no_prefix_cache_and_preemption(tmp_path: Path, model: Path
 def test_bf16_carries_the_very_bytes_and_agrees_as_far_as_two_kernels_can(
     tmp_path: Path, model: Path
 ) -> None:
-    """The agent compares digests. Tokens may differ where the two best were close: kernels of two
-    engines round otherwise in bf16, which the probe measures as some 1e-4 here.
+    """The agent compares digests. Tokens part where the two best logits are some steps of bf16
+    apart, as those of two engines do without any transfer: their kernels round otherwise.
     """
-    gap = top_two_gap(model)
+    gap = top_two_gap(model, torch.bfloat16)
     with vllm_prefill_stack(tmp_path / "s", model, dtype="bfloat16") as stack:
         for length in (33, 65, 129, 500, 900):
             prompt = make_prompt(length, seed=50)
