@@ -35,13 +35,16 @@ CHAT: dict[str, Any] = {
     "max_completion_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 7,
     "stop": ["a", "b"], "stop_token_ids": [1], "stream": True,
     "stream_options": {"include_usage": True}, "user": "u", "metadata": {"a": "b"},
-    "logit_bias": {}, "response_format": {"type": "text"}, "cache_salt": "s",
+    "logit_bias": {"5": 1.5}, "response_format": {"type": "text"}, "cache_salt": "s",
+    "logprobs": True, "top_logprobs": 2, "min_p": 0.1, "presence_penalty": 0.5,
+    "frequency_penalty": -0.5, "repetition_penalty": 1.1,
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
     "kv_transfer_params": {"version": 1, "plan": [{"peer": "p"}]},
 }  # fmt: skip
 COMPLETION: dict[str, Any] = {
     "model": "m", "prompt": [[1, 2, 3]], "max_tokens": 5, "temperature": 0, "stop": "a",
     "ignore_eos": True, "return_token_ids": True, "add_special_tokens": True, "echo": False,
-    "suffix": None, "logprobs": None,
+    "suffix": None, "logprobs": 2, "n": 2, "logit_bias": {"5": 1},
 }  # fmt: skip
 
 
@@ -53,7 +56,11 @@ def test_generation_bodies(
     raw = json.dumps(good).encode()
     state = ServerState(Limits(max_prompt_tokens=300))
     serving: Any = SimpleNamespace(
-        model_name="m", max_context=200, vocab_size=768, tokenizer=Tokenizer.load(tiny_model_dir)
+        model_name="m",
+        max_context=200,
+        vocab_size=768,
+        tokenizer=Tokenizer.load(tiny_model_dir),
+        paced="",
     )
     loop = asyncio.new_event_loop()
 
@@ -70,11 +77,12 @@ def test_generation_bodies(
 
     def run(body: bytes) -> None:
         job = loop.run_until_complete(prepare(state, serving, decode_body(body, kind), "answer"))
-        request = job.engine_request
-        assert 1 <= len(request.prompt_tokens) <= 200
-        assert len(request.prompt_tokens) + request.sampling.max_tokens <= 200
-        # What the agent will be sent crosses KvPort's JSON.
-        assert json.loads(json.dumps(request.kv_transfer_params)) == request.kv_transfer_params
+        assert 1 <= job.answers <= 128
+        for request in job.engine_requests:
+            assert 1 <= len(request.prompt_tokens) <= 200
+            assert len(request.prompt_tokens) + request.sampling.max_tokens <= 200
+            # What the agent will be sent crosses KvPort's JSON.
+            assert json.loads(json.dumps(request.kv_transfer_params)) == request.kv_transfer_params
 
     try:
         fuzz(f"engine/{kind.__name__}", run, make, (InvalidRequest, ContextTooLong, UnknownModel))
