@@ -9,10 +9,10 @@ from prfaas.clock import Clock
 
 FAILURES = 3
 """So many in a row open a breaker."""
-OPEN_FIRST_S, OPEN_MOST_S = 1.0, 30.0
+OPEN_FIRST_S, OPEN_MOST_S = 1.0, 8.0
 """How long it stays open: twice as long each time a trial fails, shortened by up to a quarter so
 that many gateways do not try at once."""
-TRIAL_S = 60.0
+TRIAL_S = 15.0
 """A trial of which nothing was heard for so long is as good as none."""
 
 

@@ -95,22 +95,36 @@ class Breakers:
             if breaker is not None:
                 breaker.sent()
 
-    def outcome(self, engine: str, outcome: Outcome) -> None:
-        """Hold what D's agent reports against those whose fault it was."""
-        tried = list(outcome.tried)
-        if outcome.status == "aborted" or not tried:
+    def outcome(self, engine: str, sent_to: str, outcome: Outcome) -> None:
+        """Hold what D's agent reports against those whose fault it was. `sent_to`: the first of the
+        plan.
+        """
+        if outcome.status == "aborted" or not outcome.tried:
+            self.unjudged(engine, sent_to)
             return
-        last = tried.pop()
-        for place in tried:  # of these only that they failed is known
+        *others, last = outcome.tried
+        for place in others:  # of these only that they failed is known
             self._links[engine, place].failed()
         blame = blame_of(outcome.reason)
         if not outcome.reason or outcome.status == "staged":
-            self._instances[last].succeeded()
-            self._links[engine, last].succeeded()
+            self.works(engine, last)
         elif blame is Blame.INSTANCE:
             self._instances[last].failed()
         elif blame is Blame.LINK:
             self._links[engine, last].failed()
+        else:
+            self.unjudged(engine, last)
+
+    def works(self, engine: str, place: str) -> None:
+        """KV came whole, of a request or of the probe that pairs them."""
+        self._instances[place].succeeded()
+        self._links[engine, place].succeeded()
+
+    def unjudged(self, engine: str, place: str) -> None:
+        """What was sent there ended and says nothing of it: another request may be the trial."""
+        for breaker in (self._instances.get(place), self._links.get((engine, place))):
+            if breaker is not None:
+                breaker.unjudged()
 
     def infos(self) -> Iterator[BreakerInfo]:
         """Those that were ever used for something."""

@@ -110,7 +110,11 @@ class ClusterView:
         if update.full:
             feed.engine = UNCONNECTED
         if update.full or update.links:
+            paired_before = _paired(feed)
             feed.links = {(k.peer, k.instance): k for k in update.links if not k.agent}
+            for peer, instance in _paired(feed) - paired_before:
+                # The pair has just been probed, with KV that came whole.
+                self.breakers.works(place, f"{peer}/{instance}")
             feed.served_links = {k.agent: k for k in update.links if k.agent}
         before = feed.engine
         for info in update.engines:
@@ -277,6 +281,11 @@ def place_of(peer: PeerEndpoint) -> str:
 def curve_of(info: EngineInfo) -> PrefillCurve:
     """The engine's curve; a chunk size of 0, which a broken agent may send, is no curve."""
     return info.curve if info.curve.chunk_tokens > 0 else UNKNOWN_CURVE
+
+
+def _paired(feed: Feed) -> set[tuple[str, str]]:
+    """Instances to which its links are ready."""
+    return {name for name, link in feed.links.items() if link.ready}
 
 
 def _load_changed(before: EngineInfo, after: EngineInfo) -> bool:

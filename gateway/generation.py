@@ -278,7 +278,7 @@ class Generation:
         """What was sent is not ahead of others any more, and its outcome tells nothing."""
         self._dispatcher.prefill_over(record)
         if self._awaiting.pop(record.transfer_id, None) is not None:
-            self._metrics.outcomes.labels("unknown").inc()
+            self._unknown(record)
         record.transfer_id = ""
         record.key = self._ids.hex(16)
 
@@ -339,7 +339,7 @@ class Generation:
         waiter = self._waiters.get(outcome.transfer_id)
         if waiter is not None:
             waiter.set()
-        self._view.breakers.outcome(record.engine, outcome)
+        self._view.breakers.outcome(record.engine, _sent_to(record), outcome)
         self._policy.observe(record.policy_role, outcome)
         self._metrics.outcome(outcome)
         self._dispatcher.prefill_over(record)
@@ -466,8 +466,20 @@ class Generation:
     def _give_up(self, transfer_id: str) -> None:
         """Nobody told in time what became of a transfer: its agent is gone, or never saw it."""
         self._timers.pop(transfer_id).cancel()
+        record = self._awaiting.pop(transfer_id)
+        self._unknown(record)
+        self._log.add(record)
+
+    def _unknown(self, record: RequestRecord) -> None:
+        """What became of its transfer is not known, and held against nobody."""
         self._metrics.outcomes.labels("unknown").inc()
-        self._log.add(self._awaiting.pop(transfer_id))
+        self._view.breakers.unjudged(record.engine, _sent_to(record))
+
+
+def _sent_to(record: RequestRecord) -> str:
+    """The first of its plan, `peer/instance`."""
+    plan = record.decision.plan if record.decision is not None else ()
+    return "/".join(plan[0]) if plan else ""
 
 
 def _answer_headers(record: RequestRecord) -> dict[str, str]:

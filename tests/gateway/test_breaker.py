@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from gateway.breaker import FAILURES, OPEN_FIRST_S, OPEN_MOST_S, TRIAL_S, Breaker, BreakerState
+from prfaas.testing.clock import ManualClock
 
 
-class Clock:
-    """Stands still until it is told."""
-
-    def __init__(self) -> None:
-        self.now_s = 5.0
-
-    def now(self) -> float:
-        return self.now_s
-
-    def wall(self) -> float:
-        return self.now_s
-
-
-def open_breaker(clock: Clock) -> Breaker:
+def open_breaker(clock: ManualClock) -> Breaker:
     breaker = Breaker(clock)
     for _ in range(FAILURES):
         assert breaker.state is BreakerState.CLOSED
@@ -27,7 +15,7 @@ def open_breaker(clock: Clock) -> Breaker:
 
 
 def test_only_failures_in_a_row_open_it() -> None:
-    breaker = Breaker(Clock())
+    breaker = Breaker(ManualClock())
     for _ in range(5):
         for _ in range(FAILURES - 1):
             breaker.failed()
@@ -36,10 +24,10 @@ def test_only_failures_in_a_row_open_it() -> None:
 
 
 def test_an_open_one_lets_one_trial_through_when_its_time_is_over() -> None:
-    clock = Clock()
+    clock = ManualClock()
     breaker = open_breaker(clock)
     assert (breaker.state, breaker.allows) == (BreakerState.OPEN, False)
-    clock.now_s += OPEN_FIRST_S
+    clock.advance(OPEN_FIRST_S)
     assert (breaker.state, breaker.allows) == (BreakerState.TRIAL, True)
     breaker.sent()
     assert not breaker.allows, "one at a time"
@@ -48,46 +36,46 @@ def test_an_open_one_lets_one_trial_through_when_its_time_is_over() -> None:
 
 
 def test_failed_trials_make_it_wait_twice_as_long_up_to_a_limit() -> None:
-    clock = Clock()
+    clock = ManualClock()
     breaker = open_breaker(clock)
     waits = []
     for _ in range(8):
-        start = clock.now_s
+        start = clock.now()
         while not breaker.allows:
-            clock.now_s += 0.05
-        waits.append(clock.now_s - start)
+            clock.advance(0.05)
+        waits.append(clock.now() - start)
         breaker.sent()
         breaker.failed()
     for at, wait in enumerate(waits):
         full = min(OPEN_FIRST_S * 2**at, OPEN_MOST_S)
         assert 0.75 * full - 0.01 <= wait <= full + 0.06
-    clock.now_s += OPEN_MOST_S
+    clock.advance(OPEN_MOST_S)
     breaker.sent()
     breaker.succeeded()
     for _ in range(FAILURES):
         breaker.failed()
-    clock.now_s += OPEN_FIRST_S
+    clock.advance(OPEN_FIRST_S)
     assert breaker.allows, "after a good one it begins anew"
 
 
 def test_what_was_sent_before_it_opened_does_not_open_it_longer() -> None:
-    clock = Clock()
+    clock = ManualClock()
     breaker = open_breaker(clock)
     for _ in range(20):
         breaker.failed()
     assert breaker.opened == 1
-    clock.now_s += OPEN_FIRST_S
+    clock.advance(OPEN_FIRST_S)
     assert breaker.allows
 
 
 def test_a_trial_that_is_never_heard_of_is_tried_again() -> None:
-    clock = Clock()
+    clock = ManualClock()
     breaker = open_breaker(clock)
-    clock.now_s += OPEN_FIRST_S
+    clock.advance(OPEN_FIRST_S)
     breaker.sent()
-    clock.now_s += TRIAL_S - 1
+    clock.advance(TRIAL_S - 1)
     assert not breaker.allows
-    clock.now_s += 2
+    clock.advance(2)
     assert breaker.allows
     breaker.sent()
     breaker.unjudged()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.breaker import FAILURES, BreakerState
+from gateway.breaker import FAILURES, OPEN_FIRST_S, BreakerState
 from gateway.breakers import Blame, Breakers, blame_of
 from prfaas.clock import SYSTEM_CLOCK
 from prfaas.errors import BY_KIND
 from prfaas.snapshot import PREFIX_AT_D, Outcome
+from prfaas.testing.clock import ManualClock
 
 D, OTHER, P, Q = "d-0", "d-1", "p/p-0", "p/p-1"
 
@@ -20,7 +21,7 @@ def outcome(status: str, reason: str = "", tried: tuple[str, ...] = (P,)) -> Out
 def after(*outcomes: Outcome, engine: str = D) -> Breakers:
     breakers = Breakers(SYSTEM_CLOCK)
     for each in outcomes:
-        breakers.outcome(engine, each)
+        breakers.outcome(engine, P, each)
     return breakers
 
 
@@ -63,6 +64,48 @@ def test_a_good_transfer_between_keeps_it_closed() -> None:
         ("instance", P): BreakerState.CLOSED,
         ("link", f"{D}>{P}"): BreakerState.CLOSED,
     }
+
+
+def opened_long_ago() -> Breakers:
+    clock = ManualClock()
+    breakers = Breakers(clock)
+    for _ in range(FAILURES):
+        breakers.outcome(D, P, outcome("local", "peer_unavailable"))
+    assert not breakers.allows_remote(D, P)
+    clock.advance(OPEN_FIRST_S)
+    assert breakers.allows_remote(D, P)
+    breakers.sent_remote(D, P)
+    assert not breakers.allows_remote(D, P)
+    return breakers
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        outcome("aborted"),
+        outcome("aborted", tried=()),
+        outcome("local", "staging_full"),
+        outcome("local", "overloaded"),
+    ],
+)
+def test_a_trial_that_says_nothing_makes_way_for_another(end: Outcome) -> None:
+    breakers = opened_long_ago()
+    breakers.outcome(D, P, end)
+    assert breakers.allows_remote(D, P)
+
+
+def test_a_trial_whose_end_nobody_tells_makes_way_too() -> None:
+    breakers = opened_long_ago()
+    breakers.unjudged(D, P)
+    assert breakers.allows_remote(D, P)
+    breakers.unjudged(D, "")
+    breakers.unjudged(OTHER, Q)
+
+
+def test_a_pair_that_was_made_anew_is_whole() -> None:
+    breakers = opened_long_ago()
+    breakers.works(D, P)
+    assert all(info.state is BreakerState.CLOSED for info in breakers.infos())
 
 
 def test_every_error_of_ours_is_somebodys_or_nobodys_on_purpose() -> None:

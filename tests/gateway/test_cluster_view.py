@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from gateway.breaker import FAILURES
 from gateway.cluster_view import NEVER, ClusterView, describe
 from prfaas.hashing import block_chain
 from prfaas.snapshot import Outcome, Snapshot
@@ -274,3 +275,15 @@ def test_the_description_has_the_snapshot_and_the_feeds(view: ClusterView) -> No
     assert described["local"] == snap(view).local
     assert described["remotes"] == snap(view).remotes
     assert [feed["place"] for feed in described["feeds"]] == [ENGINE, PLACE]
+
+
+def test_a_pair_that_is_ready_again_closes_its_breakers(view: ClusterView) -> None:
+    lost = link(ready=False)
+    view.update(ENGINE, WatchUpdate(1, False, links=(lost,)))
+    for _ in range(FAILURES):
+        view.breakers.outcome(
+            ENGINE, PLACE, Outcome("t", "local", "peer_unavailable", tried=(PLACE,))
+        )
+    assert not view.breakers.allows_remote(ENGINE, PLACE)
+    view.update(ENGINE, WatchUpdate(2, False, links=(link(),)))
+    assert view.breakers.allows_remote(ENGINE, PLACE)

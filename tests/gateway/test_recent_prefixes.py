@@ -3,21 +3,9 @@
 from __future__ import annotations
 
 from gateway.recent_prefixes import RecentPrefixes
+from prfaas.testing.clock import ManualClock
 
 A, B = "d-0", "d-1"
-
-
-class Clock:
-    """Stands still until it is told."""
-
-    def __init__(self) -> None:
-        self.now_s = 1.0
-
-    def now(self) -> float:
-        return self.now_s
-
-    def wall(self) -> float:
-        return self.now_s
 
 
 def chain(*names: str) -> list[bytes]:
@@ -25,7 +13,7 @@ def chain(*names: str) -> list[bytes]:
 
 
 def test_leading_blocks_match_at_the_engine_they_were_sent_to() -> None:
-    recent = RecentPrefixes(Clock())
+    recent = RecentPrefixes(ManualClock())
     recent.sent(A, chain("a", "b", "c"))
     assert recent.match(A, chain("a", "b", "x")) == 2
     assert recent.match(A, chain("x", "b", "c")) == 0
@@ -37,17 +25,17 @@ def test_leading_blocks_match_at_the_engine_they_were_sent_to() -> None:
 
 
 def test_they_are_forgotten_in_time() -> None:
-    clock = Clock()
+    clock = ManualClock()
     recent = RecentPrefixes(clock, ttl_s=10)
     recent.sent(A, chain("a", "b"))
-    clock.now_s += 9
+    clock.advance(9)
     recent.sent(A, chain("a"))
-    clock.now_s += 2
+    clock.advance(2)
     assert recent.match(A, chain("a", "b")) == 1
 
 
 def test_memory_is_bounded_and_shared_beginnings_stay_longest() -> None:
-    recent = RecentPrefixes(Clock(), max_blocks=10)
+    recent = RecentPrefixes(ManualClock(), max_blocks=10)
     for at in range(50):
         recent.sent(A, chain("system", "tools", f"{at}/1", f"{at}/2"))
     assert recent.blocks(A) == 10

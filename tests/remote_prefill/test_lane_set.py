@@ -12,6 +12,7 @@ import pytest
 from prfaas.clock import SYSTEM_CLOCK
 from prfaas.errors import ProtocolError
 from prfaas.frames import Frame
+from prfaas.testing.clock import ManualClock
 from prfaas.testing.waiting import eventually
 from remote_prefill.lanes import POKES, RETRY_FIRST_S, LaneBook, LaneEvents, LaneSet
 
@@ -63,25 +64,12 @@ class Channel:
         return open_stream
 
 
-class Clock:
-    """Stands still until it is told."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def now(self) -> float:
-        return self.now_s
-
-    def wall(self) -> float:
-        return self.now_s
-
-
 class Bench:
     """A LaneSet over some channels, and what it told."""
 
     def __init__(self, count: int) -> None:
         self.channels = [Channel() for _ in range(count)]
-        self.clock = Clock()
+        self.clock = ManualClock()
         self.opened = self.lost = 0
         self.lanes = LaneSet(
             "fra/p0",
@@ -142,11 +130,11 @@ async def test_a_silent_lane_is_written_to_and_ends_where_that_shows_it_gone() -
         await bench.until_opened(2, 1)
         dead, alive = (channel.streams[0] for channel in bench.channels)
         dead.dead = True
-        bench.clock.now_s += 0.1
+        bench.clock.advance(0.1)
         bench.lanes.poke(0.2)
         await asyncio.sleep(0)
         assert len(dead.written) == len(alive.written) == 1, "it has not been silent for long"
-        bench.clock.now_s += 0.2
+        bench.clock.advance(0.2)
         bench.lanes.poke(0.2)
         await bench.until_opened(3, 1)
         assert bench.lost == 1
@@ -163,7 +151,7 @@ async def test_silence_is_looked_into_ever_less_often_and_a_stuck_write_not_twic
         stuck.stuck = True
         times = []
         for tick in range(400):
-            bench.clock.now_s += 0.05
+            bench.clock.advance(0.05)
             before = len(lane.written)
             bench.lanes.poke(0.2)
             await asyncio.sleep(0)
