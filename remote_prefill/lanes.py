@@ -26,8 +26,8 @@ RETRY_FIRST_S = 0.05
 RETRY_MOST_S = 2.0
 SILENT_S = 0.2
 """A lane that has brought nothing for so long, while something is to come, is looked after."""
-POKES = 5
-"""So often in one silence; after that it is gRPC's keepalive that finds out."""
+LOOK_MOST_S = 3.2
+"""The longest time between two looks in one silence."""
 DRAIN_S = 10.0
 """A lane that is closed in order may take so long for the message under way."""
 
@@ -74,21 +74,24 @@ class _Lane:
         self.attached = False
         self.greeting = b""
         """The ATTACH frame of this lane."""
-        self._heard_s = now_s
-        self._pokes = 0
-        """Since something came."""
+        self._heard_s = self._looked_s = now_s
+        self._looks = 0
+        """In this silence."""
         self._writing: asyncio.Future[None] | None = None
 
     def heard(self, now_s: float) -> None:
         self._heard_s = now_s
-        self._pokes = 0
+        self._looks = 0
 
     def poke(self, now_s: float, silent_s: float) -> None:
         """Say ATTACH again where nothing has come for so long, twice as long each time."""
-        due_s = self._heard_s + silent_s * (2**self._pokes)
-        if now_s < due_s or self._pokes == POKES or self._is_writing:
+        if now_s - self._looked_s > 2 * LOOK_MOST_S:  # nothing was due meanwhile
+            self._looks = 0
+        pause_s = min(silent_s * 2**self._looks, LOOK_MOST_S)
+        if now_s - max(self._heard_s, self._looked_s) < pause_s or self._is_writing:
             return
-        self._pokes += 1
+        self._looks += 1
+        self._looked_s = now_s
         self._writing = asyncio.ensure_future(self._say(self.greeting))
 
     async def finish(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, cast
 
 import grpc.aio
@@ -14,7 +15,7 @@ from prfaas.errors import ProtocolError
 from prfaas.frames import Frame
 from prfaas.testing.clock import ManualClock
 from prfaas.testing.waiting import eventually
-from remote_prefill.lanes import POKES, RETRY_FIRST_S, LaneBook, LaneEvents, LaneSet
+from remote_prefill.lanes import LOOK_MOST_S, RETRY_FIRST_S, LaneBook, LaneEvents, LaneSet
 
 
 class Stream:
@@ -157,8 +158,30 @@ async def test_silence_is_looked_into_ever_less_often_and_a_stuck_write_not_twic
             await asyncio.sleep(0)
             if len(lane.written) > before:
                 times.append(round(0.05 * (tick + 1), 2))
-        assert times == pytest.approx([0.2 * 2**n for n in range(POKES)], abs=0.06)
+        pauses = [later - earlier for earlier, later in pairwise([0.0, *times])]
+        assert pauses[:5] == pytest.approx([0.2 * 2**n for n in range(5)], abs=0.06)
+        assert pauses[5:] == pytest.approx([LOOK_MOST_S] * len(pauses[5:]), abs=0.06)
         assert len(stuck.written) == 2
+    finally:
+        await bench.lanes.close()
+
+
+async def test_after_a_time_in_which_nothing_was_due_silence_is_looked_into_soon_again() -> None:
+    bench = Bench(1)
+    try:
+        await bench.until_opened(1, 1)
+        (lane,) = (channel.streams[0] for channel in bench.channels)
+        for _ in range(2):
+            bench.clock.advance(600)
+            looks = []
+            for tick in range(30):
+                before = len(lane.written)
+                bench.lanes.poke(0.2)
+                await asyncio.sleep(0)
+                if len(lane.written) > before:
+                    looks.append(round(0.05 * tick, 2))
+                bench.clock.advance(0.05)
+            assert looks == pytest.approx([0.0, 0.4, 1.2], abs=0.11), "in ticks of 0.05"
     finally:
         await bench.lanes.close()
 
