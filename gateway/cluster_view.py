@@ -150,10 +150,6 @@ class ClusterView:
         feed = self.feeds.get(place)
         return feed is not None and self.index.known(place, feed.engine.epoch)
 
-    def may_offload(self, engine: str) -> bool:
-        """It has an agent."""
-        return engine in self._watched
-
     def snapshot(self, engine: str, chains: Chains, fallback_free_tokens: int = 0) -> Snapshot:
         """Everything one decision for a request at `engine` may look at, with ages as of now."""
         if not self.feeds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from gateway.cluster_view import ClusterView
@@ -90,8 +90,9 @@ class Engines:
         self._view = view
         self.breakers = view.breakers
         self.recent = RecentPrefixes(clock)
+        self._on_change = on_change
         self._engines = {
-            name: Engine(name, upstream, limits, clock, on_change)
+            name: Engine(name, upstream, limits, clock, self._changed)
             for name, upstream in upstreams.items()
         }
 
@@ -176,10 +177,15 @@ class Engines:
             engine.came_back()
         breaker.succeeded()
 
+    def _changed(self, engine: Engine) -> None:
+        if not engine.probe.reachable:  # whatever comes back has nothing cached
+            self.recent.forget(engine.name)
+        self._on_change(engine)
 
-def coarsest(chains: Chains) -> tuple[int, tuple[BlockHash, ...]]:
+
+def coarsest(chains: Chains) -> tuple[int, Sequence[BlockHash]]:
     """Block size in tokens and hashes of the chain with the fewest blocks; (0, ()) without any."""
     if not chains:
         return 0, ()
     size = max(chains)
-    return size, tuple(chains[size])
+    return size, chains[size]

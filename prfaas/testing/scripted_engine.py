@@ -68,6 +68,7 @@ class ScriptedEngine:
         self.on_request: Callable[[SeenRequest], Script] | None = None
         self.seen: list[SeenRequest] = []
         self.ready = True
+        self.healthy = True
         self.url = ""
         self.active = 0
         self._tokenize = tokenize
@@ -177,7 +178,7 @@ class ScriptedEngine:
         )
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=200 if self.healthy else 503)
 
     async def _ready(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.ready else 503)

@@ -260,9 +260,11 @@ async def test_a_draining_engine_gets_nothing_new(make_fleet: Any) -> None:
 
 async def test_an_engine_that_is_gone_is_seen_and_others_serve(make_fleet: Any) -> None:
     async with make_fleet(policy={"name": "always_local"}) as fleet:
-        fleet.engines[0].ready = False
-        probe = fleet.gateway.engines["d-0"].probe
-        probe.reachable = False  # as it will find within a second
+        fleet.engines[0].healthy = False
+        recent = fleet.gateway.engines.recent
+        recent.sent("d-0", [b"block"])
+        await until(lambda: not fleet.gateway.engines["d-0"].probe.reachable, "the probe to fail")
+        assert recent.blocks("d-0") == 0, "whatever comes back has nothing cached"
         engines = {await fleet.served_by(completion(long_prompt(500, f"{at} "))) for at in range(4)}
         assert engines == {"d-1"}
         async with fleet.client.get("/ready") as response:
