@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import psutil
 
@@ -89,6 +89,16 @@ def sizes(stack: RunningStack) -> dict[str, ProcessSize]:
                 rss_bytes=process.memory_info().rss,
             )
     return found
+
+
+def most(*measured: Mapping[str, ProcessSize]) -> dict[str, ProcessSize]:
+    """Of each process the largest of each size; of those that are in every one of `measured`."""
+    common = set.intersection(*map(set, measured))
+
+    def largest(name: str) -> ProcessSize:
+        return ProcessSize(*map(max, zip(*(astuple(seen[name]) for seen in measured), strict=True)))
+
+    return {name: largest(name) for name in common}
 
 
 def growth(

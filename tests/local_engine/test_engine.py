@@ -376,7 +376,6 @@ async def test_greedy_answers_equal_transformers_cached_chunked_batched_and_pree
     engine = reference.engine(
         blocks=blocks, block_tokens=block_tokens, chunk_tokens=chunk_tokens, max_batch=4
     )
-    engine.start()
     try:
         generator = torch.Generator().manual_seed(1)
         stem = torch.randint(0, 256, (70,), generator=generator).tolist()
@@ -387,6 +386,7 @@ async def test_greedy_answers_equal_transformers_cached_chunked_batched_and_pree
         streams = [
             await engine.submit(request(f"r{i}", prompt, 24)) for i, prompt in enumerate(prompts)
         ]
+        engine.start()  # only now: all of them wait, so what fits together does not hang on timing
         answers = await asyncio.gather(*map(collect, streams))
         for prompt, events in zip(prompts, answers, strict=True):
             assert drawn(events) == reference.answer(prompt, 24)
