@@ -24,8 +24,9 @@ from gateway.client_head import (
     plain_head,
     request_id_of,
 )
-from gateway.generation import Generation, Inbound
+from gateway.generation import Generation
 from gateway.ids import Ids
+from gateway.job import Inbound
 from gateway.metrics import GatewayMetrics
 from gateway.quality import QUALITY_HEADER
 from gateway.relay import WholeAnswer

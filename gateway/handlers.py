@@ -15,8 +15,9 @@ from gateway.answers import REQUEST_ID_HEADER, error_answer
 from gateway.client_head import PASSED_HEADERS, request_id_of
 from gateway.cluster_view import ClusterView, describe
 from gateway.engines import Engines
-from gateway.generation import Generation, Inbound
+from gateway.generation import Generation
 from gateway.ids import Ids
+from gateway.job import Inbound
 from gateway.metrics import GatewayMetrics
 from gateway.quality import QUALITY_HEADER
 from gateway.records import RecordBook, detail, summary

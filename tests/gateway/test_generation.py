@@ -476,7 +476,7 @@ async def test_an_internal_error_is_a_500_and_leaves_nothing(
     def broken(*args: Any) -> None:
         raise RuntimeError("bug")
 
-    monkeypatch.setattr(cluster.gateway.generation._policy, "decide", broken)
+    monkeypatch.setattr(cluster.gateway.policy, "decide", broken)
     status, answer, response = await cluster.post(completion())
     assert (status, answer["error"]["message"]) == (500, "internal error")
     record = await cluster.record(response.headers["x-request-id"])

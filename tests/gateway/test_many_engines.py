@@ -297,6 +297,7 @@ async def test_an_offloaded_request_goes_on_elsewhere_with_a_plan_of_its_own(
 
 async def test_failed_prefills_close_a_peer_to_new_requests(make_fleet: Any) -> None:
     async with make_fleet(1, policy={"name": "always_remote"}) as fleet:
+        outcomes = fleet.gateway.generation.outcomes
         for _ in range(FAILURES):
             _, _, request_id = await fleet.post(completion())
             transfer_id = (await fleet.record(request_id))["transfer_id"]
@@ -306,7 +307,7 @@ async def test_failed_prefills_close_a_peer_to_new_requests(make_fleet: Any) -> 
                     tried=(PLACE,),
                 )
             )  # fmt: skip
-            await until(lambda t=transfer_id: t not in fleet.gateway.generation._awaiting, "it")
+            await until(lambda t=transfer_id: not outcomes.awaits(t), "it")
         _, _, request_id = await fleet.post(completion())
         record = await fleet.record(request_id)
         assert (record["decision"]["reason"], record["transfer_id"]) == ("no_peer", None)

@@ -1,0 +1,44 @@
+"""One request on its way: what the client sent, and what every attempt at an engine carries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from gateway.records import RequestRecord
+from gateway.relay import ClientSink
+from gateway.schema import Api, ParsedRequest
+from gateway.tokenise import Prompt
+from gateway.trace import Trace
+
+
+class Inbound(msgspec.Struct, frozen=True):
+    """One client request, off the wire. `passed_headers` go on to the engine as they are."""
+
+    request_id: str
+    api: Api
+    trace: Trace
+    body: bytes
+    salt_header: str = ""
+    quality_header: str = ""
+    passed_headers: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One understood request; `record` is where attempts write down what became of it."""
+
+    inbound: Inbound
+    parsed: ParsedRequest
+    prompt: Prompt
+    salt: str
+    sink: ClientSink
+    record: RequestRecord
+    short: bool
+    """Too short for its prompt to matter."""
+
+    def to(self, sink: ClientSink) -> Job:
+        """The same, answered by way of `sink`."""
+        return replace(self, sink=sink)
