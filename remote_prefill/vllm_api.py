@@ -45,13 +45,16 @@ class VllmApi:
         key = settings.api_key.get_secret_value()
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._session: aiohttp.ClientSession | None = None
+        self._prefills: aiohttp.ClientSession | None = None
         self._selects = True
 
     async def close(self) -> None:
         """End all requests under way."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        sessions = self._session, self._prefills
+        self._session = self._prefills = None
+        for session in sessions:
+            if session is not None:
+                await session.close()
 
     async def metrics(self, names: Sequence[str] = ()) -> str:
         """The text of /metrics; with `names`, of no more than these where vLLM can tell them apart.
@@ -109,7 +112,7 @@ class VllmApi:
         if export is not None:
             body["kv_transfer_params"] = {EXPORT_PARAM: export}
         try:
-            async with self._client().post(
+            async with self._prefill_client().post(
                 f"{self._url}/v1/completions",
                 data=msgspec.json.encode(body),
                 headers={**self._headers, "Content-Type": "application/json"},
@@ -144,10 +147,19 @@ class VllmApi:
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # As many prefills as P has sessions: each waits here for its own, and the bound on
-            # sessions is the agent's.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+            self._session = aiohttp.ClientSession()
         return self._session
+
+    def _prefill_client(self) -> aiohttp.ClientSession:
+        """Each prefill has a connection of its own: vLLM closes idle ones after 5 s, a busy server
+        even as the next request lies in them, and what may have been begun is not sent again.
+        """
+        if self._prefills is None:
+            # As many as P has sessions: each waits here for its own, and the bound on sessions is
+            # the agent's.
+            connector = aiohttp.TCPConnector(limit=0, force_close=True)
+            self._prefills = aiohttp.ClientSession(connector=connector)
+        return self._prefills
 
     def _unreachable(self, exc: BaseException) -> EngineUnavailable:
         text = str(exc) or type(exc).__name__

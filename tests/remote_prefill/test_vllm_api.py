@@ -185,3 +185,26 @@ async def test_a_vllm_that_cannot_tell_metrics_apart_is_asked_for_all(
     for _ in range(2):
         assert await api.metrics(("vllm:num_requests_running",)) == server.answer
     assert len(server.asked) == 1
+
+
+async def test_a_prefill_does_not_meet_a_connection_that_vllm_is_closing() -> None:
+    """vLLM's server may close an idle connection while the next request already lies in it."""
+    served = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal served
+        await reader.readuntil(b"\r\n\r\n")
+        body = json.dumps(KNOWN).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+        served += 1
+        await reader.read(1)  # The next request, or the end: not a word to either.
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    api = VllmApi(VllmSettings(url=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    for _ in range(3):
+        await api.prefill("m", b"")
+    assert served == 3
+    await api.close()
+    server.close()
+    await server.wait_closed()
