@@ -222,15 +222,21 @@ class RunningStack:
         return found
 
     def wait_link_ready(self, timeout_s: float = 60.0, *, url: str | None = None) -> None:
-        """Until the gateway sees the instance paired, probed and with fresh telemetry."""
+        """Until the gateway sees D connected, and P paired, probed and with fresh telemetry."""
         gateway_url = url or self.stack.gateway_url
 
         def ready() -> bool:
             cluster = self.get(f"{gateway_url}/prfaas/cluster")
             fresh_s, remotes = cluster["max_age_s"] / 2, cluster["remotes"]
-            return bool(remotes) and all(
-                remote["ready"] and max(remote["load"]["age_s"], remote["link"]["age_s"]) < fresh_s
-                for remote in remotes
+            d_ready = bool(cluster["local"]["offload_ready"])
+            return (
+                d_ready
+                and bool(remotes)
+                and all(
+                    remote["ready"]
+                    and max(remote["load"]["age_s"], remote["link"]["age_s"]) < fresh_s
+                    for remote in remotes
+                )
             )
 
         wait_until(ready, timeout_s, "the link to be ready")
