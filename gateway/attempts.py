@@ -116,12 +116,15 @@ class Attempts:
         # 3. What is known of every place, as of now.
         record, parsed = job.record, job.parsed
         record.facts = self._facts(job, engine.name)
-        record.snapshot = self._view.snapshot(
-            engine.name, job.prompt.chains, self._budget.free_tokens
+        visit = job.inbound.visit
+        record.snapshot = visit.seen(
+            self._view.snapshot(engine.name, job.prompt.chains, self._budget.free_tokens)
         )
 
         # 4. Decide.
         client_params = self._client_params(parsed)
+        if client_params is not None:
+            visit.check_peers(step.peer for step in client_params.plan)
         record.decision = self._decide(record, client_params)
 
         # 5. Sign the plan into the body and send it to the engine.
@@ -129,7 +132,7 @@ class Attempts:
             self._dispatcher.relayed(record, client_params)
             body = job.inbound.body
         else:
-            params = self._dispatcher.dispatch(record, job.salt)
+            params = self._dispatcher.dispatch(record, job.salt, visit.name)
             body = rewrite(parsed, params.to_dict() if params else None, job.salt or None)
         self._note_dispatch(record)
         # 6. D's agent carries out the plan; `Outcomes.came` hears how it went.

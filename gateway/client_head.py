@@ -15,7 +15,8 @@ LINES = {f"POST {api.path} HTTP/1.1\r\n".encode(): api for api in Api}
 MAX_HEAD_BYTES = 8190
 
 PASSED_HEADERS = ("authorization", "accept", "tracestate", "user-agent")
-"""Of the client's headers, what goes on to the engine; routing headers and all others do not."""
+"""Of the client's headers, what goes on to the engine; routing headers and all others do not, nor
+does `authorization` where it is a tenant's key."""
 _READ = ("traceparent", "x-request-id", "x-cache-salt", QUALITY_HEADER)
 _WANTED = frozenset(name.encode() for name in (*PASSED_HEADERS, *_READ))
 _NOT_HERE = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"content-encoding"})

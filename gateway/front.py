@@ -30,6 +30,7 @@ from gateway.job import Inbound
 from gateway.metrics import GatewayMetrics
 from gateway.quality import QUALITY_HEADER
 from gateway.relay import WholeAnswer
+from gateway.tenancy.door import ANYBODY, Door
 from gateway.trace import trace_of
 from prfaas.errors import Cancelled, InvalidRequest, Overloaded, PrfaasError
 from prfaas.limits import Limits
@@ -58,6 +59,7 @@ class Front:
         ids: Ids,
         fallback: Fallback,
         idle_s: float,
+        door: Door | None = None,
     ) -> None:
         """`fallback` makes aiohttp's protocol for a connection that is handed over."""
         self.limits = limits
@@ -66,6 +68,7 @@ class Front:
         self.metrics = metrics
         self.ids = ids
         self.fallback = fallback
+        self.door = door
         self.heads = AnswerHeads()
         self._idle_s = idle_s
         self._connections: set[ClientConnection] = set()
@@ -132,7 +135,8 @@ class ClientConnection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._missing = 0
         """Of the body of `_head`; at 0 the request is the task's."""
-        self._refusal: Overloaded | None = None
+        self._refusal: PrfaasError | None = None
+        self._visit = ANYBODY
         self._admitted = False
         self._stopping = False
         self._since = 0.0
@@ -194,6 +198,10 @@ class ClientConnection(asyncio.Protocol):
             draining = self._front.admission.draining
             self._front.metrics.refused.labels("draining" if draining else "full").inc()
             self._refusal = exc
+        else:
+            if self._front.door is not None:
+                self._visit = self._front.door.enter(head.fields.get("authorization", ""))
+                self._refusal = self._visit.refusal
         self._head, self._missing = head, head.body_bytes
         self._since = self._loop.time()
         if end < len(data) or not self._missing:
@@ -300,23 +308,31 @@ class ClientConnection(asyncio.Protocol):
         self._missing = 0
         if self._admitted:
             self._admitted = False
+            self._visit.leave()
+            self._visit = ANYBODY
             self._front.admission.leave()
 
     async def _answer(self, head: ClientHead, body: bytes) -> None:
         front, fields = self._front, head.fields
         request_id = request_id_of(fields.get("x-request-id", ""), front.ids)
+        trace = trace_of(fields.get("traceparent"), front.ids)
+        visit = self._visit
         stream = ClientStream(self, request_id)
         try:
             if self._refusal is not None:
+                visit.refused(request_id, trace.trace_id, head.api.value)
                 raise self._refusal
             inbound = Inbound(
                 request_id=request_id,
                 api=head.api,
-                trace=trace_of(fields.get("traceparent"), front.ids),
+                trace=trace,
                 body=body,
                 salt_header=fields.get("x-cache-salt", ""),
                 quality_header=fields.get(QUALITY_HEADER, ""),
-                passed_headers={name: fields[name] for name in PASSED_HEADERS if name in fields},
+                passed_headers=visit.passed_headers(
+                    {name: fields[name] for name in PASSED_HEADERS if name in fields}
+                ),
+                visit=visit,
             )
             answer = await front.generation.serve(inbound, stream)
         except asyncio.CancelledError:

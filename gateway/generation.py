@@ -16,7 +16,7 @@ from gateway.keepalive import KeepaliveSink
 from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.outcomes import Outcomes
-from gateway.quality import quality_of, salt_of
+from gateway.quality import salt_of
 from gateway.records import RecordBook, RequestRecord
 from gateway.relay import ClientSink, Relayed, WholeAnswer, end_broken, end_refused
 from gateway.schema import ParsedRequest, parse
@@ -90,6 +90,8 @@ class Generation:
         record = self._records.open(
             inbound.request_id, inbound.api.value, inbound.trace.trace_id, self._ids.hex(16)
         )
+        record.tenant = inbound.visit.name
+        answer: WholeAnswer | Relayed | None = None
         task = asyncio.current_task()
         assert task is not None
         self._deadlines.begin(task)
@@ -122,6 +124,7 @@ class Generation:
         finally:
             self._deadlines.end(task)
             record.committed = sink.started
+            inbound.visit.over(record, answer)
             self._end(record)
 
     async def _steps(
@@ -132,10 +135,11 @@ class Generation:
         self._check_model(parsed)
         record.body_bytes, record.stream = parsed.body_bytes, parsed.stream
         short = parsed.body_bytes <= self._settings.short_body_bytes
-        tenant = ""  # this version tells no clients apart
-        quality = quality_of(inbound.quality_header, self._settings)
+        visit = inbound.visit
+        quality = visit.quality(inbound.quality_header, self._settings)
         record.kv_quality = quality
-        salt = cache_salt(self._cache_secret, tenant, parsed.cache_salt or inbound.salt_header)
+        await visit.admit(parsed)
+        salt = cache_salt(self._cache_secret, visit.name, parsed.cache_salt or inbound.salt_header)
         salt = salt_of(salt, quality)
 
         # 2. Template, tokenise and hash, unless nothing could make it leave D.

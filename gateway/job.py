@@ -10,6 +10,7 @@ import msgspec
 from gateway.records import RequestRecord
 from gateway.relay import ClientSink
 from gateway.schema import Api, ParsedRequest
+from gateway.tenancy.door import ANYBODY, Visit
 from gateway.tokenise import Prompt
 from gateway.trace import Trace
 
@@ -24,6 +25,7 @@ class Inbound(msgspec.Struct, frozen=True):
     salt_header: str = ""
     quality_header: str = ""
     passed_headers: Mapping[str, str] = {}
+    visit: Visit = ANYBODY
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from prfaas.errors import InvalidRequest
+from prfaas.errors import Forbidden, InvalidRequest
 from prfaas.quality import Quality
 from prfaas.settings import GatewaySettings
+from prfaas.tenants import Tenant
 
 QUALITY_HEADER = "x-prfaas-kv-quality"
 
 
-def quality_of(header: str, settings: GatewaySettings) -> Quality:
-    """What a request asks for, or else the default. Raises InvalidRequest for what is no class or
-    is worse than requests may ask for.
+def quality_of(header: str, settings: GatewaySettings, tenant: Tenant | None = None) -> Quality:
+    """What a request asks for, or else the default, where its tenant may have that.
+
+    Raises InvalidRequest for what is no class or is worse than requests may ask for, Forbidden for
+    what is worse than this tenant's may.
     """
     limit = Quality(settings.kv_quality_limit)
+    worst = limit if tenant is None or tenant.kv_quality is None else Quality(tenant.kv_quality)
     if not header:
-        return Quality(settings.kv_quality)
+        default = Quality(settings.kv_quality)
+        return min(default, worst, key=lambda quality: quality.rank)
     allowed = limit.allowed
     if header not in list(allowed):
         raise InvalidRequest(
             f"{QUALITY_HEADER}: {header[:40]!r} is not one of {', '.join(allowed)}",
+            param=QUALITY_HEADER,
+        )
+    if Quality(header).rank > worst.rank:
+        raise Forbidden(
+            f"{QUALITY_HEADER}: this tenant may not have {header}, only {', '.join(worst.allowed)}",
             param=QUALITY_HEADER,
         )
     return Quality(header)

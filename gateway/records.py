@@ -10,9 +10,11 @@ import msgspec
 
 from gateway.live_policy import Shadow
 from prfaas.clock import Clock
-from prfaas.errors import PrfaasError
+from prfaas.errors import PrfaasError, RateLimited
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target
 
+TURN = "turn"
+"""Phase of an error where no turn came, and the name of that as a limit."""
 MAX_ITL_SAMPLES = 2048
 """Gaps kept of one request; the histogram has them all."""
 
@@ -52,6 +54,10 @@ class RequestRecord(msgspec.Struct):
     """What the agent was told: `local` where the fallback budget granted it."""
     status: str = ""
     """HTTP status, 499 for a client that left; empty while the request runs."""
+    tenant: str = ""
+    """Whose key it came with; empty where nobody is told apart."""
+    limit: str = ""
+    """Which limit of its tenant refused it."""
     error: str = ""
     """Kind of the error, also of one after the commit (then the status is 200)."""
     committed: bool = False
@@ -84,6 +90,10 @@ class RequestRecord(msgspec.Struct):
     def fail(self, error: PrfaasError) -> None:
         """It ends with this error: 499 where the client left."""
         self.status, self.error = str(error.http_status), error.kind
+        if isinstance(error, RateLimited):
+            self.limit = error.param or error.kind
+        elif error.phase == TURN:
+            self.limit = TURN
 
     def saw_events(self, count: int, now: float) -> float | None:
         """Count events that arrived together; returns the gap that each of them stands for, in
@@ -146,6 +156,7 @@ def summary(record: RequestRecord) -> dict[str, Any]:
         "transfer_id": record.transfer_id or None,
         "trace_id": record.trace_id,
         "api": record.api,
+        "tenant": record.tenant or None,
         "received": record.started_wall,
         "stream": record.stream,
         "body_bytes": record.body_bytes,
@@ -157,6 +168,7 @@ def summary(record: RequestRecord) -> dict[str, Any]:
         "on_failure": record.on_failure or None,
         "status": record.status or None,
         "error": record.error or None,
+        "limit": record.limit or None,
         "ttft_s": record.ttft_s,
         "e2e_s": record.e2e_s,
         "events": record.events,

@@ -15,6 +15,7 @@ import click
 from pydantic import ValidationError
 
 from prfaas.cli_planning import COMMANDS
+from prfaas.cli_tenants import tenants_group
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.settings import Settings, load_settings, validation_message
 
@@ -254,7 +255,7 @@ def config_check(file: Path) -> None:
     click.echo(f"{file}: ok")
 
 
-for _command in COMMANDS:
+for _command in (*COMMANDS, tenants_group):
     cli.add_command(_command)
 
 

@@ -87,6 +87,16 @@ class Forbidden(PrfaasError):
     grpc_code = "PERMISSION_DENIED"
 
 
+class RateLimited(PrfaasError):
+    """The caller has used up what it may; `param` names the limit, try again after
+    `retry_after_s`.
+    """
+
+    kind = "rate_limit_exceeded"
+    http_status = 429
+    grpc_code = "RESOURCE_EXHAUSTED"
+
+
 class Overloaded(PrfaasError):
     """A bounded queue is full here; try again after `retry_after_s`."""
 

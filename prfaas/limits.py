@@ -55,6 +55,12 @@ class Limits(BaseModel):
     gateway_max_in_flight: int = Field(
         1024, gt=0, description="Requests a gateway holds at once; more get 503."
     )
+    tenant_waiting: int = Field(
+        64, gt=0, description="Requests of one tenant waiting for their turn; more get 429."
+    )
+    tenant_wait_s: float = Field(
+        10.0, gt=0, description="A request that has waited so long for its turn gets 503."
+    )
     engine_max_waiting: int = Field(
         256, gt=0, description="Requests waiting in an engine; more get 503."
     )

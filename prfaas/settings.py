@@ -212,6 +212,25 @@ class GatewaySettings(Section):
     tokenizer: Path | None = Field(
         None,
         description="Model directory or GGUF whose tokenizer and chat template estimate prompts.",
+class TenancySettings(Section):
+    """Who may call a gateway (docs/tenants.md)."""
+
+    file: Path | None = Field(
+        None,
+        description="File of tenants (`prfaas tenants`), read again when it changes; none: no key "
+        "is asked for and all are served alike.",
+    )
+    audit_log: Path | None = Field(
+        None, description="File that gets a line for each request, without anything of its prompt."
+    )
+    active_requests: int = Field(
+        0,
+        ge=0,
+        description="Requests sent to engines at once; others wait for their turn, by priority and "
+        "weight of their tenants; 0: nobody waits.",
+    )
+
+
     )
     engines: tuple[EngineEndpoint, ...] = Field((), description="Decode engines.")
     peers: tuple[PeerEndpoint, ...] = Field((), description="Prefill instances.")
@@ -247,6 +266,7 @@ class GatewaySettings(Section):
         "(`x-prfaas-kv-quality`).",
     )
     kv_quality_limit: QualityName = Field(
+    tenants: TenancySettings = Field(TenancySettings(), description="Tenants and their keys.")
         "compact", description="The worst class that a request may name; `tight` is opt-in."
     )
     short_body_bytes: int = Field(
