@@ -11,7 +11,7 @@ from http import HTTPStatus
 import msgspec
 
 from gateway.relay import WholeAnswer
-from prfaas.errors import PrfaasError, openai_body
+from prfaas.errors import PrfaasError, Unauthorized, openai_body
 
 REQUEST_ID_HEADER = "x-request-id"
 
@@ -23,6 +23,8 @@ def error_answer(error: PrfaasError, status: int | None = None) -> WholeAnswer:
     headers = {"content-type": "application/json"}
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
     body = msgspec.json.encode(openai_body(error))
     return WholeAnswer(error.http_status if status is None else status, headers, body)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.abilities import Abilities
 from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.engines import Engine, Engines
@@ -22,7 +23,9 @@ from gateway.handlers import Handlers
 from gateway.ids import Ids
 from gateway.live_policy import LivePolicy, MakePolicy
 from gateway.metrics import GatewayMetrics, LiveSources
+from gateway.passing import Passing
 from gateway.records import RecordBook
+from gateway.tenancy.tenancy import tenancy_of
 from gateway.tokenise import PromptTokenizer, Tokeniser
 from gateway.tokenizer_check import TokenizerCheck
 from gateway.upstream import HttpUpstream
@@ -84,6 +87,8 @@ class Gateway:
             self._tokeniser, self.engines.any_upstream, gateway.tokenize_check_every, limits
         )
         self.policy = LivePolicy(gateway, policy, make_policy, self.metrics)
+        self.tenancy = tenancy_of(gateway, limits, self.metrics.tenants, clock)
+        self._door = None if self.tenancy is None else self.tenancy.door
         self._ids = Ids()
         self.generation = Generation(
             gateway,
@@ -96,6 +101,19 @@ class Gateway:
             self.records,
             self.metrics,
             self.budget,
+            self._ids,
+            clock,
+        )
+        self.abilities = Abilities(limits, clock)
+        for endpoint in gateway.engines:
+            self.abilities.joined(endpoint)
+        self.passing = Passing(
+            gateway,
+            limits,
+            self.engines,
+            self.abilities,
+            self.records,
+            self.metrics,
             self._ids,
             clock,
         )
@@ -113,6 +131,7 @@ class Gateway:
             self._settings.model,
             self._limits,
             self.generation,
+            self.passing,
             self.admission,
             self.budget,
             self.view,
@@ -120,6 +139,7 @@ class Gateway:
             self.records,
             self.metrics,
             self._ids,
+            self._door,
         )
         runner = web.AppRunner(
             handlers.app(),
@@ -138,10 +158,14 @@ class Gateway:
             self._ids,
             partial(_aiohttp_protocol, runner),
             IDLE_CLIENT_S,
+            self._door,
         )
         tasks = [asyncio.create_task(client.run()) for client in self._watch_clients()]
         tasks.append(asyncio.create_task(self.engines.run()))
         tasks.append(asyncio.create_task(self.policy.run()))
+        if self.tenancy is not None:
+            tasks.append(asyncio.create_task(self.tenancy.run()))
+        tasks.append(asyncio.create_task(self.dashboard.run()))
         try:
             await runner.setup()
             self.port = await front.start(self._settings.host, self._settings.port)
@@ -154,6 +178,9 @@ class Gateway:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.tokenizer_check.close()
             self.generation.close()
+            if self.tenancy is not None:
+                self.tenancy.close()
+            self.passing.close()
             for upstream in self._upstreams.values():
                 await upstream.close()
             self._tokeniser.close()

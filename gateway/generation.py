@@ -138,7 +138,7 @@ class Generation:
         visit = inbound.visit
         quality = visit.quality(inbound.quality_header, self._settings)
         record.kv_quality = quality
-        await visit.admit(parsed)
+        await visit.admit(parsed.body_bytes, parsed.max_tokens)
         salt = cache_salt(self._cache_secret, visit.name, parsed.cache_salt or inbound.salt_header)
         salt = salt_of(salt, quality)
 

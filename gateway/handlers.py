@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -19,10 +20,14 @@ from gateway.generation import Generation
 from gateway.ids import Ids
 from gateway.job import Inbound
 from gateway.metrics import GatewayMetrics
+from gateway.model_card import ModelCard
+from gateway.passed import PassedApi, PassedInbound
+from gateway.passing import Passing
 from gateway.quality import QUALITY_HEADER
 from gateway.records import RecordBook, detail, summary
-from gateway.relay import WholeAnswer
+from gateway.relay import ClientSink, WholeAnswer
 from gateway.schema import Api
+from gateway.tenancy.door import ANYBODY, Door, Visit
 from gateway.trace import trace_of
 from prfaas.errors import (
     BodyTooLarge,
@@ -31,6 +36,8 @@ from prfaas.errors import (
     NotFound,
     Overloaded,
     PrfaasError,
+    Unauthorized,
+    UnknownModel,
 )
 from prfaas.limits import Limits
 
@@ -39,6 +46,11 @@ logger = logging.getLogger(__name__)
 MAX_LISTED = 1000
 UNWAITED_BYTES = 16 << 10
 """What a client's empty send buffer takes without anyone having to wait for it."""
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
+"""For probes and Prometheus, which bring no key."""
+GENERATING_PATHS = frozenset({*(api.path for api in Api), *(api.path for api in PassedApi)})
+BROWSERS_ASK = 'Basic realm="prfaas: any name, an admin key as the password"'
 
 _REQUEST_ID_KEY = web.RequestKey("request_id", str)
 
@@ -53,6 +65,7 @@ class Handlers:
         model: str,
         limits: Limits,
         generation: Generation,
+        passing: Passing,
         admission: Admission,
         budget: FallbackBudget,
         view: ClusterView,
@@ -60,10 +73,12 @@ class Handlers:
         records: RecordBook,
         metrics: GatewayMetrics,
         ids: Ids,
+        door: Door | None = None,
     ) -> None:
         self._model = model
         self._limits = limits
         self._generation = generation
+        self._passing = passing
         self._admission = admission
         self._budget = budget
         self._view = view
@@ -71,7 +86,8 @@ class Handlers:
         self._records = records
         self._metrics = metrics
         self._ids = ids
-        self._created = int(time.time())
+        self._door = door
+        self._models_page = ModelCard(model, engines, limits)
 
     def app(self) -> web.Application:
         app = web.Application(
@@ -79,7 +95,10 @@ class Handlers:
         )
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/completions", self._completions)
+        for api in PassedApi:
+            app.router.add_post(api.path, partial(self._passed, api))
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model:.+}", self._one_model)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics_page)
@@ -95,30 +114,67 @@ class Handlers:
         return await self._generate(request, Api.COMPLETIONS)
 
     async def _generate(self, request: web.Request, api: Api) -> web.StreamResponse:
+        with self._place(request, api.value) as visit:
+            return await self._admitted(request, api, visit)
+
+    async def _passed(self, api: PassedApi, request: web.Request) -> web.StreamResponse:
+        with self._place(request, api.value) as visit:
+            inbound = PassedInbound(
+                request_id=self._request_id(request),
+                api=api,
+                trace=trace_of(request.headers.get("traceparent"), self._ids),
+                body=await self._body(request),
+                salt_header=request.headers.get("x-cache-salt", ""),
+                passed_headers=visit.passed_headers(_passed_headers(request)),
+                visit=visit,
+            )
+            return await self._answered(request, lambda sink: self._passing.serve(inbound, sink))
+
+    @contextmanager
+    def _place(self, request: web.Request, api: str) -> Iterator[Visit]:
+        """A place among the requests in flight. Raises Overloaded, counted, and what the door says
+        of its key and its tenant's limits.
+        """
         try:
             self._admission.enter()
         except Overloaded:
             self._metrics.refused.labels("draining" if self._admission.draining else "full").inc()
             raise
+        visit = ANYBODY
         try:
-            return await self._admitted(request, api)
+            if self._door is not None:
+                visit = self._door.enter(_authorization(request))
+            if visit.refusal is not None:
+                trace = trace_of(request.headers.get("traceparent"), self._ids)
+                visit.refused(self._request_id(request), trace.trace_id, api)
+                raise visit.refusal
+            yield visit
         finally:
+            visit.leave()
             self._admission.leave()
 
-    async def _admitted(self, request: web.Request, api: Api) -> web.StreamResponse:
-        request_id = self._request_id(request)
-        sink = _ResponseSink(request, request_id, self._limits.slow_client_timeout_s)
+    async def _admitted(self, request: web.Request, api: Api, visit: Visit) -> web.StreamResponse:
         inbound = Inbound(
-            request_id=request_id,
+            request_id=self._request_id(request),
             api=api,
             trace=trace_of(request.headers.get("traceparent"), self._ids),
             body=await self._body(request),
             salt_header=request.headers.get("x-cache-salt", ""),
             quality_header=request.headers.get(QUALITY_HEADER, ""),
-            passed_headers=_passed_headers(request),
+            passed_headers=visit.passed_headers(_passed_headers(request)),
+            visit=visit,
         )
+        return await self._answered(request, lambda sink: self._generation.serve(inbound, sink))
+
+    async def _answered(
+        self,
+        request: web.Request,
+        serve: Callable[[ClientSink], Awaitable[WholeAnswer | None]],
+    ) -> web.StreamResponse:
+        request_id = self._request_id(request)
+        sink = _ResponseSink(request, request_id, self._limits.slow_client_timeout_s)
         try:
-            answer = await self._generation.serve(inbound, sink)
+            answer = await serve(sink)
         except BaseException:
             if sink.started:  # too late for a status: a cut connection is the honest end
                 sink.abort()
@@ -135,10 +191,14 @@ class Handlers:
             raise InvalidRequest("the body broke off") from exc
 
     async def _models(self, request: web.Request) -> web.Response:
-        card = {
-            "id": self._model, "object": "model", "created": self._created, "owned_by": "prfaas"
-        }  # fmt: skip
+        card = await self._models_page.card(self._shown_headers(request))
         return _json({"object": "list", "data": [card]})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        model = request.match_info["model"]
+        if model != self._model:
+            raise UnknownModel(f"the model {model[:200]!r} does not exist", param="model")
+        return _json(await self._models_page.card(self._shown_headers(request)))
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok"})
@@ -173,9 +233,32 @@ class Handlers:
     async def _cluster(self, request: web.Request) -> web.Response:
         return _json(describe(self._view, self._budget.free_tokens))
 
+    def _shown_headers(self, request: web.Request) -> dict[str, str]:
+        """Of a request without a visit: the key of a tenant is for nobody but the gateway."""
+        headers = _passed_headers(request)
+        if self._door is not None:
+            headers.pop("authorization", None)
+        return headers
+
+    def _guard(self, request: web.Request) -> None:
+        """Who may read what; requests for engines have a door of their own. Raises Unauthorized and
+        Forbidden.
+        """
+        path = request.path
+        if self._door is None or path in OPEN_PATHS:
+            return
+        if path in GENERATING_PATHS:
+            if request.method != "POST":
+                self._door.check(_authorization(request))
+        elif path.startswith("/v1/"):
+            self._door.check(_authorization(request))
+        else:
+            self._door.check_admin(_authorization(request))
+
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            self._guard(request)
             return await handler(request)
         except web.HTTPException as exc:
             error, headers = _of_http(exc, request)
@@ -183,6 +266,8 @@ class Handlers:
             answer.headers.update(headers)
         except PrfaasError as exc:
             answer = error_answer(exc)
+            if isinstance(exc, Unauthorized) and not request.path.startswith("/v1/"):
+                answer.headers["www-authenticate"] = BROWSERS_ASK
         except Exception:
             logger.exception("internal error at %s", request.path)
             answer = error_answer(PrfaasError("internal error"), 500)
@@ -260,6 +345,10 @@ class _ResponseSink:
     def abort(self) -> None:
         if self._request.transport is not None:
             self._request.transport.abort()
+
+
+def _authorization(request: web.Request) -> str:
+    return request.headers.get("authorization", "")
 
 
 def _passed_headers(request: web.Request) -> dict[str, str]:

@@ -20,6 +20,7 @@ from gateway.engines import Engines
 from gateway.histogram import Histogram
 from gateway.live_policy import Chosen
 from gateway.records import RequestRecord
+from gateway.tenancy.metrics import TenantMetrics
 from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
 from prfaas.snapshot import PREFIX_AT_D, Decision, Outcome
@@ -81,6 +82,12 @@ class GatewayMetrics:
         self.shadow_lost = self._counter(
             "shadow_lost_seconds", "Estimated TTFT that the shadow policy would have lost."
         )
+        self.passed_requests = self._counts(
+            "passed_requests",
+            "Requests that were passed on undecided, by endpoint and HTTP status.",
+            "api",
+            "status",
+        )
         self.refused = self._counter("refused", "Requests refused at the door.", "reason")
         self.certificate_end = Gauge(
             "prfaas_gateway_certificate_end_seconds",
@@ -105,6 +112,7 @@ class GatewayMetrics:
             "policy_ttft_seconds", "To the first event, by who decided.", TTFT_BUCKETS, "role"
         )
         self.e2e = self._histogram("e2e_seconds", "To the end of the answer.", E2E_BUCKETS)
+        self.tenants = TenantMetrics(self.registry)
 
     def watch(self, sources: LiveSources) -> None:
         """Add the gauges that are read from live state when scraped."""
@@ -123,6 +131,12 @@ class GatewayMetrics:
                 self.policy_ttft.observe(record.policy_role, record.ttft_s)
         if record.e2e_s is not None:
             self.e2e.observe(target, record.e2e_s)
+        if record.committed and record.error and record.status == "200":
+            self.broken_streams.labels(word(record.error)).inc()
+
+    def passed(self, record: RequestRecord) -> None:
+        """Count a request that was passed on undecided and has ended."""
+        self.passed_requests.inc(record.api, record.status)
         if record.committed and record.error and record.status == "200":
             self.broken_streams.labels(word(record.error)).inc()
 

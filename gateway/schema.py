@@ -77,7 +77,7 @@ class ParsedRequest:
     def fields(self) -> Mapping[str, msgspec.Raw]:
         """Every top-level value as it came."""
         if self._fields is None:
-            self._fields = _fields(self.body)
+            self._fields = top_level(self.body)
         return self._fields
 
     def has(self, name: str) -> bool:
@@ -85,7 +85,7 @@ class ParsedRequest:
 
     def decode(self, name: str, kind: type[T]) -> T | None:
         """A top-level field, None where absent or null. Raises InvalidRequest naming it."""
-        return _decode(self.fields, name, kind)
+        return decode_field(self.fields, name, kind)
 
 
 class _Common(msgspec.Struct):
@@ -153,26 +153,27 @@ def parse(api: Api, body: bytes) -> ParsedRequest:
 
 def _parse_fields(api: Api, body: bytes) -> ParsedRequest:
     """Field by field, so that an error names its own."""
-    fields = _fields(body)
-    max_tokens = _decode(fields, "max_completion_tokens", int) if api is Api.CHAT else None
+    fields = top_level(body)
+    max_tokens = decode_field(fields, "max_completion_tokens", int) if api is Api.CHAT else None
     if max_tokens is None:
-        max_tokens = _decode(fields, "max_tokens", int)
+        max_tokens = decode_field(fields, "max_tokens", int)
     _require_prompt(api, fields)
     return ParsedRequest(
         api,
         body,
-        model=_decode(fields, "model", str),
-        stream=bool(_decode(fields, "stream", bool)),
+        model=decode_field(fields, "model", str),
+        stream=bool(decode_field(fields, "stream", bool)),
         max_tokens=max_tokens or 0,
         features=_features(api, fields),
-        cache_salt=_decode(fields, "cache_salt", str) or "",
-        transfer=_decode(fields, "kv_transfer_params", dict),
+        cache_salt=decode_field(fields, "cache_salt", str) or "",
+        transfer=decode_field(fields, "kv_transfer_params", dict),
         ours="kv_transfer_params" in fields,
         fields=fields,
     )
 
 
-def _fields(body: bytes) -> dict[str, msgspec.Raw]:
+def top_level(body: bytes) -> dict[str, msgspec.Raw]:
+    """Every top-level value as it came. Raises InvalidRequest: not JSON, or not an object."""
     try:
         return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except msgspec.ValidationError as exc:
@@ -208,7 +209,8 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind | None)
 
 
-def _decode(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
+def decode_field(fields: Mapping[str, msgspec.Raw], name: str, kind: type[T]) -> T | None:
+    """One of them, None where absent or null. Raises InvalidRequest naming it."""
     raw = fields.get(name)
     if raw is None:
         return None
@@ -228,16 +230,16 @@ def _require_prompt(api: Api, fields: Mapping[str, msgspec.Raw]) -> None:
 
 def _features(api: Api, fields: Mapping[str, msgspec.Raw]) -> frozenset[str]:
     found: list[str] = []
-    if _decode(fields, "prompt_logprobs", int) is not None:
+    if decode_field(fields, "prompt_logprobs", int) is not None:
         found.append("prompt_logprobs")
-    if (_decode(fields, "n", int) or 1) > 1:
+    if (decode_field(fields, "n", int) or 1) > 1:
         found.append("n")
-    if _decode(fields, "use_beam_search", bool):
+    if decode_field(fields, "use_beam_search", bool):
         found.append("beam_search")
     if api is Api.COMPLETIONS:
-        if _decode(fields, "echo", bool):
+        if decode_field(fields, "echo", bool):
             found.append("echo")
-        if (_decode(fields, "best_of", int) or 1) > 1:
+        if (decode_field(fields, "best_of", int) or 1) > 1:
             found.append("best_of")
         if fields.get("prompt_embeds") is not None and bytes(fields["prompt_embeds"]) != b"null":
             found.append("prompt_embeds")

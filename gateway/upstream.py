@@ -47,6 +47,10 @@ class UpstreamResponse(Protocol):
 class Upstream(Protocol):
     """One engine. Leaving the context early closes the connection, which the engine sees."""
 
+    def request(
+        self, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+    ) -> AbstractAsyncContextManager[UpstreamResponse]: ...
+
     def post(
         self, path: str, headers: Mapping[str, str], body: bytes
     ) -> AbstractAsyncContextManager[UpstreamResponse]: ...

@@ -189,6 +189,9 @@ class EngineEndpoint(Section):
     tls_name: str | None = Field(
         None, description="Name its certificate must carry; none: the host of `agent`."
     )
+    apis: tuple[Literal["responses", "embeddings", "tokenize", "detokenize"], ...] | None = Field(
+        None, description="What it has beyond chat and completions; none: the engine is asked."
+    )
 
 
 class PeerEndpoint(Section):
@@ -203,15 +206,6 @@ class PeerEndpoint(Section):
     link_class: Literal["lan", "wan"] = Field("wan", description="Class of the link to it.")
 
 
-class GatewaySettings(Section):
-    """`prfaas gateway`."""
-
-    host: str = Field("127.0.0.1", description="Listen address.")
-    port: int = Field(8000, ge=0, le=65535, description="Listen port; 0 picks one.")
-    model: str = Field("default", description="Model name served to clients.")
-    tokenizer: Path | None = Field(
-        None,
-        description="Model directory or GGUF whose tokenizer and chat template estimate prompts.",
 class TenancySettings(Section):
     """Who may call a gateway (docs/tenants.md)."""
 
@@ -231,6 +225,15 @@ class TenancySettings(Section):
     )
 
 
+class GatewaySettings(Section):
+    """`prfaas gateway`."""
+
+    host: str = Field("127.0.0.1", description="Listen address.")
+    port: int = Field(8000, ge=0, le=65535, description="Listen port; 0 picks one.")
+    model: str = Field("default", description="Model name served to clients.")
+    tokenizer: Path | None = Field(
+        None,
+        description="Model directory or GGUF whose tokenizer and chat template estimate prompts.",
     )
     engines: tuple[EngineEndpoint, ...] = Field((), description="Decode engines.")
     peers: tuple[PeerEndpoint, ...] = Field((), description="Prefill instances.")
@@ -257,6 +260,7 @@ class TenancySettings(Section):
     cache_secret: SecretStr = Field(
         SecretStr(""), description="Key of the HMAC that makes cache salts."
     )
+    tenants: TenancySettings = Field(TenancySettings(), description="Tenants and their keys.")
     trust_client_transfer_params: bool = Field(
         False, description="Relay `kv_transfer_params` sent by clients instead of stripping them."
     )
@@ -266,7 +270,6 @@ class TenancySettings(Section):
         "(`x-prfaas-kv-quality`).",
     )
     kv_quality_limit: QualityName = Field(
-    tenants: TenancySettings = Field(TenancySettings(), description="Tenants and their keys.")
         "compact", description="The worst class that a request may name; `tight` is opt-in."
     )
     short_body_bytes: int = Field(

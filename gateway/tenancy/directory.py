@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,13 +57,9 @@ class TenantDirectory:
 
     def caller(self, authorization: str) -> Caller:
         """Whose key `Authorization` carries. Raises Unauthorized, which does not repeat it."""
-        scheme, _, key = authorization.strip().partition(" ")
-        key = key.strip()
         if not authorization:
             raise Unauthorized("no API key was sent: it goes into `Authorization: Bearer KEY`")
-        if scheme.lower() != "bearer" or not key or len(key) > MAX_KEY_CHARS:
-            raise Unauthorized("the Authorization header is not `Bearer KEY`")
-        caller = self._callers.get(hash_of(key))
+        caller = self._callers.get(hash_of(_key_in(authorization)))
         if caller is None:
             raise Unauthorized("the API key is not valid")
         if caller.expires_wall is not None and self._clock.wall() >= caller.expires_wall:
@@ -90,6 +87,23 @@ class TenantDirectory:
         self._take(file)
         logger.info("%d tenants with %d keys", len(self.tenants), len(self._callers))
         self._reloaded("loaded")
+
+
+def _key_in(authorization: str) -> str:
+    """`Bearer KEY`, or what a browser sends after asking for a password: `Basic` and base64 of
+    `anything:KEY`. Raises Unauthorized.
+    """
+    scheme, _, key = authorization.strip().partition(" ")
+    key = key.strip()
+    if len(key) <= MAX_KEY_CHARS:
+        if scheme.lower() == "bearer" and key:
+            return key
+        if scheme.lower() == "basic":
+            try:
+                return base64.b64decode(key, validate=True).decode().partition(":")[2]
+            except ValueError:
+                pass
+    raise Unauthorized("the Authorization header is not `Bearer KEY`")
 
 
 def _stamp(path: Path) -> tuple[int, int, int] | None:

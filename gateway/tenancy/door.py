@@ -10,7 +10,6 @@ import msgspec
 from gateway.quality import quality_of
 from gateway.records import RequestRecord
 from gateway.relay import Relayed, WholeAnswer
-from gateway.schema import ParsedRequest
 from gateway.tenancy.audit import AuditLine, AuditLog
 from gateway.tenancy.directory import TenantDirectory
 from gateway.tenancy.fair_queue import FairQueue
@@ -42,12 +41,14 @@ class Visit:
     """
 
     __slots__ = (
-        "_door", "_entered", "_started_at", "_taken", "_turn", "key_id", "refusal", "tenant"
+        "_door", "_entered", "_prompt_tokens", "_started_at", "_taken", "_turn", "key_id",
+        "refusal", "tenant",
     )  # fmt: skip
 
     def __init__(self, door: Door | None, tenant: Tenant | None, key_id: str, now: float) -> None:
         self._door = door
         self._started_at = now
+        self._prompt_tokens = 0
         self._taken = 0
         self._turn = False
         self._entered = False
@@ -74,7 +75,7 @@ class Visit:
     def entered(self) -> None:
         self._entered = True
 
-    async def admit(self, parsed: ParsedRequest) -> None:
+    async def admit(self, body_bytes: int, max_tokens: int) -> None:
         """Take its tokens from the budget and wait for its turn, before it costs anything more.
 
         Raises RateLimited and Overloaded.
@@ -82,7 +83,8 @@ class Visit:
         door, tenant = self._door, self.tenant
         if door is None or tenant is None:
             return
-        tokens = parsed.body_bytes // TOKEN_BYTES + (parsed.max_tokens or ANSWER_TOKENS)
+        self._prompt_tokens = body_bytes // TOKEN_BYTES
+        tokens = self._prompt_tokens + (max_tokens if max_tokens > 0 else ANSWER_TOKENS)
         door.quotas.take_tokens(tenant, tokens, door.clock.now())
         self._taken = tokens
         before = door.clock.now()
@@ -113,7 +115,7 @@ class Visit:
         if door is None or tenant is None:
             return
         now = door.clock.now()
-        prompt, completion = _used(record, answer)
+        prompt, completion = _used(record, answer, self._prompt_tokens)
         door.quotas.settle_tokens(tenant, prompt + completion - self._taken, now)
         self._taken = 0
         door.metrics.request(tenant.name, _result(record))
@@ -275,6 +277,8 @@ class Door:
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
 
 
 class _Answer(msgspec.Struct):
@@ -284,9 +288,12 @@ class _Answer(msgspec.Struct):
 _ANSWER = msgspec.json.Decoder(_Answer)
 
 
-def _used(record: RequestRecord, answer: WholeAnswer | Relayed | None) -> tuple[int, int]:
+def _used(
+    record: RequestRecord, answer: WholeAnswer | Relayed | None, guessed: int
+) -> tuple[int, int]:
     """Tokens of prompt and completion: as the engine says where it answered whole, else by the
-    gateway's count of the prompt and of events. Nothing where no engine worked for it.
+    gateway's count of the prompt, or what its bytes let guess, and of events. Nothing where no
+    engine worked for it.
     """
     if not record.tried or (record.status not in ("200", "499") and not record.events):
         return 0, 0
@@ -296,8 +303,9 @@ def _used(record: RequestRecord, answer: WholeAnswer | Relayed | None) -> tuple[
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             usage = None
         if usage is not None:
-            return max(0, usage.prompt_tokens), max(0, usage.completion_tokens)
-    return (record.facts.prompt_tokens if record.facts is not None else 0), record.events
+            prompt = usage.prompt_tokens or usage.input_tokens
+            return max(0, prompt), max(0, usage.completion_tokens or usage.output_tokens)
+    return (record.facts.prompt_tokens if record.facts is not None else guessed), record.events
 
 
 def _result(record: RequestRecord) -> str:

@@ -1,0 +1,260 @@
+"""The story of a request that is passed on: to an engine that has its endpoint, and back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from gateway.abilities import Abilities, Offer
+from gateway.attempts import BROKEN_STATUSES, RETRIED_STATUSES, kind_in, stream_headers
+from gateway.engines import Engine, Engines
+from gateway.event_relay import end_broken_events, relay_events
+from gateway.ids import Ids
+from gateway.keepalive import KeepaliveSink
+from gateway.metrics import GatewayMetrics
+from gateway.passed import PassedBody, PassedInbound
+from gateway.records import RecordBook, RequestRecord
+from gateway.relay import EVENT_STREAM, ClientSink, Relayed, WholeAnswer, relay_whole
+from gateway.request_log import RequestLog
+from prfaas.clock import Clock
+from prfaas.errors import (
+    Cancelled,
+    EngineUnavailable,
+    NotFound,
+    Overloaded,
+    PrfaasError,
+    UnknownModel,
+)
+from prfaas.hashing import cache_salt
+from prfaas.limits import Limits
+from prfaas.settings import GatewaySettings
+
+LACKING = frozenset({404, 405, 501})
+"""Statuses by which a server says that it has no such endpoint, unless its error says more."""
+LACKING_KINDS = frozenset({EngineUnavailable.kind, NotFound.kind})
+"""Of such an answer: no error in OpenAI's shape, or one that says just that."""
+
+
+class Passing:
+    """Passes requests on. Owns log lines not written yet; close it with `close`, after the last."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        limits: Limits,
+        engines: Engines,
+        abilities: Abilities,
+        records: RecordBook,
+        metrics: GatewayMetrics,
+        ids: Ids,
+        clock: Clock,
+    ) -> None:
+        self._settings = settings
+        self._limits = limits
+        self._engines = engines
+        self._abilities = abilities
+        self._records = records
+        self._metrics = metrics
+        self._ids = ids
+        self._clock = clock
+        self._cache_secret = settings.cache_secret.get_secret_value().encode()
+        self._log = RequestLog()
+
+    def close(self) -> None:
+        self._log.close()
+
+    async def serve(self, inbound: PassedInbound, sink: ClientSink) -> WholeAnswer | None:
+        """Answer one request: a whole answer to send, or None where it was streamed to `sink`.
+
+        Raises the PrfaasError to answer with; cancelling it (the client left) stops the engine.
+        """
+        record = self._records.open(
+            inbound.request_id, inbound.api.value, inbound.trace.trace_id, self._ids.hex(16)
+        )
+        record.tenant = inbound.visit.name
+        answer: WholeAnswer | Relayed | None = None
+        try:
+            answer = await self._within_time(inbound, sink, record)
+        except asyncio.CancelledError:
+            record.fail(Cancelled("the client went away"))
+            raise
+        except PrfaasError as exc:
+            record.fail(exc)
+            raise
+        except BaseException:
+            record.fail(PrfaasError("internal error"))
+            raise
+        else:
+            if isinstance(answer, Relayed):
+                record.status, record.error = "200", answer.broken
+                return None
+            record.status = str(answer.status)
+            record.error = kind_in(answer.body) if answer.status >= 400 else ""
+            return answer
+        finally:
+            record.committed = sink.started
+            record.ended_at = self._clock.now()
+            inbound.visit.over(record, answer)
+            self._metrics.passed(record)
+            self._log.add(record)
+
+    async def _within_time(
+        self, inbound: PassedInbound, sink: ClientSink, record: RequestRecord
+    ) -> WholeAnswer | Relayed:
+        try:
+            async with asyncio.timeout(self._limits.request_timeout_s):
+                return await self._steps(inbound, sink, record)
+        except TimeoutError as exc:
+            text = f"not finished within {self._limits.request_timeout_s:g} s"
+            error = EngineUnavailable(text, phase="total")
+            if not sink.started:
+                raise error from exc
+            return await end_broken_events(sink, error)
+
+    async def _steps(
+        self, inbound: PassedInbound, sink: ClientSink, record: RequestRecord
+    ) -> WholeAnswer | Relayed:
+        body = PassedBody(inbound.api, inbound.body, len(self._engines))
+        record.body_bytes, record.stream = body.body_bytes, body.stream
+        if body.model is not None and body.model != self._settings.model:
+            raise UnknownModel(
+                f"the model {body.model!r} does not exist; this gateway serves "
+                f"{self._settings.model!r}",
+                param="model",
+            )
+        if body.strips:
+            self._metrics.stripped.labels("kv_transfer_params").inc()
+        await inbound.visit.admit(body.body_bytes, 0 if body.stream else -1)
+        salt = ""
+        if inbound.api.salted:
+            salt = cache_salt(
+                self._cache_secret, inbound.visit.name, body.cache_salt or inbound.salt_header
+            )
+        sent = body.for_engine(salt)
+        if not body.stream:
+            return await self._attempts(inbound, body, sent, sink, record)
+        kept = KeepaliveSink(sink, stream_headers(record), self._limits.sse_keepalive_s)
+        try:
+            answer = await self._attempts(inbound, body, sent, kept, record)
+            if isinstance(answer, WholeAnswer) and sink.started:  # too late for its own status
+                return await end_broken_events(kept, _error_in(answer))
+            return answer
+        except PrfaasError as exc:
+            if isinstance(exc, Cancelled) or not sink.started:
+                raise
+            return await end_broken_events(kept, exc)
+        finally:
+            await kept.close()
+
+    async def _attempts(
+        self,
+        inbound: PassedInbound,
+        body: PassedBody,
+        sent: bytes,
+        sink: ClientSink,
+        record: RequestRecord,
+    ) -> WholeAnswer | Relayed:
+        """An engine that has the endpoint, and another one where it fails before it answers."""
+        lacking = await self._lacking(inbound)
+        left = self._limits.engine_attempts
+        failed: PrfaasError | WholeAnswer | None = None
+        while left:
+            engine = self._engines.choose(
+                {}, body.body_bytes // 4, record.key, {*lacking, *record.tried}
+            )
+            if engine is None:
+                break
+            record.engine = engine.name
+            record.tried.append(engine.name)
+            self._engines.sent(engine, {})
+            answer = await self._attempt(engine, inbound, sent, sink, record)
+            if _says_that_it_lacks(answer):
+                self._abilities.lacks(engine, inbound.api)
+                lacking.add(engine.name)
+                continue
+            if not _another_may(answer):
+                if isinstance(answer, PrfaasError):
+                    raise answer
+                return answer
+            left -= 1
+            failed = answer
+            why = answer.kind if isinstance(answer, PrfaasError) else f"status_{answer.status}"
+            self._metrics.engine_retries.labels(engine.name, why).inc()
+        if isinstance(failed, PrfaasError):
+            raise failed
+        if failed is not None:
+            return failed
+        raise NotFound(f"no engine of this gateway has {inbound.api.path}")
+
+    async def _lacking(self, inbound: PassedInbound) -> set[str]:
+        """Engines without the endpoint. Those that are away are not asked."""
+        headers = dict(inbound.passed_headers)
+        engines = [engine for engine in self._engines if engine.probe.reachable]
+        offers = await asyncio.gather(
+            *(self._abilities.offer(engine, inbound.api, headers) for engine in engines)
+        )
+        return {
+            engine.name for engine, offer in zip(engines, offers, strict=True) if offer is Offer.NO
+        }
+
+    async def _attempt(
+        self,
+        engine: Engine,
+        inbound: PassedInbound,
+        sent: bytes,
+        sink: ClientSink,
+        record: RequestRecord,
+    ) -> WholeAnswer | Relayed | EngineUnavailable | Overloaded:
+        """One engine's answer, or why it has none. Holds it against the engine where it is its."""
+        headers = {
+            **inbound.passed_headers,
+            "content-type": "application/json",
+            "x-request-id": inbound.request_id,
+            "traceparent": inbound.trace.traceparent,
+        }
+        answer: WholeAnswer | Relayed
+        try:
+            with engine.serving():
+                async with engine.upstream.post(inbound.api.path, headers, sent) as response:
+                    kind = response.headers.get("content-type", "")
+                    if response.status == 200 and kind.startswith(EVENT_STREAM):
+                        shown = stream_headers(record, kind)
+                        answer = await relay_events(response, sink, self._limits, shown)
+                    else:
+                        answer = await relay_whole(response, self._limits)
+        except EngineUnavailable as exc:
+            self._engines.failed(engine)
+            return exc
+        except Overloaded as exc:
+            self._engines.unjudged(engine)
+            return exc
+        except BaseException:
+            self._engines.unjudged(engine)
+            raise
+        broken = isinstance(answer, Relayed) and answer.broken == EngineUnavailable.kind
+        if broken or (isinstance(answer, WholeAnswer) and answer.status in BROKEN_STATUSES):
+            self._engines.failed(engine)
+        else:
+            self._engines.succeeded(engine)
+        return answer
+
+
+def _says_that_it_lacks(answer: WholeAnswer | Relayed | PrfaasError) -> bool:
+    if not isinstance(answer, WholeAnswer) or answer.status not in LACKING:
+        return False
+    return kind_in(answer.body) in LACKING_KINDS
+
+
+def _another_may(answer: WholeAnswer | Relayed | PrfaasError) -> bool:
+    if isinstance(answer, Relayed):
+        return False
+    return isinstance(answer, PrfaasError) or answer.status in RETRIED_STATUSES
+
+
+def _error_in(answer: WholeAnswer) -> PrfaasError:
+    """Too late to be a status of its own."""
+    message = "and did not stream"
+    if answer.status >= 400:  # in OpenAI's shape, which `relay_whole` sees to
+        message = msgspec.json.decode(answer.body)["error"].get("message")
+    return EngineUnavailable(f"the engine answered {answer.status}: {message}")

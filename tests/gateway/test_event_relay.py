@@ -1,0 +1,96 @@
+"""Named events go to the client as they come, and what breaks off says so."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+
+from gateway.event_relay import relay_events
+from gateway.relay import Relayed
+from prfaas.errors import EngineUnavailable, ProtocolError
+from prfaas.limits import Limits
+
+LIMITS = Limits(max_event_bytes=1000)
+DELTA = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta"}\n\n'
+ENDS = [
+    b'event: response.completed\ndata: {"type":"response.completed"}\n\n',
+    b'data: {"response":{}, "type": "response.incomplete"}\n\n',
+    b'event: response.failed\r\ndata: {"type":"response.failed"}\r\n\r\n',
+    b'data: {"type":"error","message":"no"}\n\n',
+    b"data: [DONE]\n\n",
+]
+
+
+@dataclass
+class _Engine:
+    pieces: list[Any]
+
+    async def next_piece(self) -> bytes:
+        piece = self.pieces.pop(0) if self.pieces else b""
+        if isinstance(piece, Exception):
+            raise piece
+        return cast(bytes, piece)
+
+
+@dataclass
+class _Client:
+    got: bytes = b""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    started: bool = False
+    complete: bool | None = None
+
+    async def start(self, headers: Mapping[str, str]) -> None:
+        self.started, self.headers = True, headers
+
+    def put(self, data: bytes) -> bool:
+        assert self.started
+        self.got += data
+        return False
+
+    async def drain(self) -> None: ...
+
+    async def end(self, complete: bool) -> None:
+        self.complete = complete
+
+
+async def relayed(pieces: list[Any]) -> tuple[Relayed, _Client]:
+    client = _Client()
+    answer = await relay_events(cast(Any, _Engine(pieces)), client, LIMITS, {"a": "b"})
+    return answer, client
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("size", [1, 7, 10_000])
+async def test_every_end_is_known_however_it_was_cut(end: bytes, size: int) -> None:
+    stream = DELTA + DELTA + end
+    pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+    answer, client = await relayed(pieces)
+    assert (client.got, client.complete, client.headers) == (stream, True, {"a": "b"})
+    assert answer.broken == ""
+
+
+@pytest.mark.parametrize(
+    "failure", [[], [EngineUnavailable("cut")], [b"data: half"], [b"x" * 2000]]
+)
+async def test_what_breaks_off_ends_with_an_error_event(failure: list[Any]) -> None:
+    answer, client = await relayed([DELTA, *failure])
+    assert answer.broken in (EngineUnavailable.kind, ProtocolError.kind)
+    assert client.got.startswith(DELTA + b"event: error\ndata: {")
+    assert client.complete is False
+
+
+@pytest.mark.parametrize("failure", [[], [EngineUnavailable("cut")], [b"data: half"]])
+async def test_before_the_first_event_a_failure_is_an_error(failure: list[Any]) -> None:
+    client = _Client()
+    with pytest.raises(EngineUnavailable):
+        await relay_events(cast(Any, _Engine(failure)), client, LIMITS, {})
+    assert not client.started
+
+
+async def test_what_a_model_wrote_ends_nothing() -> None:
+    written = b'data: {"delta":"\\"type\\":\\"response.completed\\" data: [DONE]"}\n\n'
+    answer, _ = await relayed([written])
+    assert answer.broken == EngineUnavailable.kind
