@@ -125,7 +125,7 @@ class Passing:
             )
         if body.strips:
             self._metrics.stripped.labels("kv_transfer_params").inc()
-        await inbound.visit.admit(body.body_bytes, 0 if body.stream else -1)
+        await inbound.visit.admit(body.body_bytes, 0)
         salt = ""
         if inbound.api.salted:
             salt = cache_salt(

@@ -305,6 +305,7 @@ def _used(
         if usage is not None:
             prompt = usage.prompt_tokens or usage.input_tokens
             return max(0, prompt), max(0, usage.completion_tokens or usage.output_tokens)
+        guessed = 0  # /tokenize and the like: no model has run
     return (record.facts.prompt_tokens if record.facts is not None else guessed), record.events
 
 
