@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,7 +39,8 @@ def digest_of_crc(crc: int) -> bytes:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """One layer's KV of some tokens and heads of one chunk: what a KV frame carries.
+    """One layer's KV of some tokens and heads of one chunk: what a KV frame carries, once or for
+    each of a few neighbouring layers.
 
     Of a group that keeps state: the state of some heads after the chunk's last token; its tokens
     are all of the chunk. Field order is wire order.
@@ -120,7 +121,7 @@ class Ledger:
         """
         self.frames = 0
         self.raw_bytes = 0
-        """Pieces committed and their bytes."""
+        """Frames whose pieces are committed, and their bytes."""
 
     def __repr__(self) -> str:
         return f"<Ledger [{self.start},{self.end}) whole to {self.watermark} frames={self.frames}>"
@@ -183,12 +184,19 @@ class Ledger:
 
     def commit(self, piece: Piece, digest: bytes, nbytes: int) -> None:
         """A claimed piece's bytes are there and verified; moves the watermark."""
-        cell = self._cells[piece.chunk, piece.layer, piece.group]
-        if cell.pieces[piece] is not None:
-            raise ValueError(f"{piece} committed twice")
-        cell.pieces[piece] = digest
-        cell.open_area -= piece.area
-        self._chunk_open[piece.chunk] -= piece.area
+        self.commit_frame((piece,), digest, nbytes)
+
+    def commit_frame(self, pieces: Sequence[Piece], digest: bytes, nbytes: int) -> None:
+        """The same of all pieces of one frame: neighbouring layers at one place of one chunk, of
+        `nbytes` together.
+        """
+        for piece in pieces:
+            cell = self._cells[piece.chunk, piece.layer, piece.group]
+            if cell.pieces[piece] is not None:
+                raise ValueError(f"{piece} committed twice")
+            cell.pieces[piece] = digest
+            cell.open_area -= piece.area
+            self._chunk_open[piece.chunk] -= piece.area
         self.frames += 1
         self.raw_bytes += nbytes
         while self._chunk_open.get(self._watermark_chunk) == 0:

@@ -10,7 +10,7 @@ place, and that counts and root digest agree with the seal.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from prfaas.codecs import CodecSet, Quality
@@ -52,27 +52,49 @@ _ENDS = frozenset({ReceiveState.COMPLETE, ReceiveState.FAILED, ReceiveState.CANC
 _TAKING = (ReceiveState.RECEIVING, ReceiveState.SEALED, ReceiveState.FAILING)
 
 
-def piece_of(frame: Frame) -> Piece:
-    """The place a KV frame names. Raises ProtocolError: wire 1.0 carries one layer a frame."""
+def pieces_of(
+    frame: Frame, layout: KvLayout, spans: Sequence[tuple[int, ...]]
+) -> tuple[Piece, ...]:
+    """The places a KV frame names: one layer, or one of `spans`, the layers that its codec takes
+    together. Raises ProtocolError for anything else.
+    """
+    layers: tuple[int, ...] = (frame.layer_start,)
     if frame.layer_end != frame.layer_start + 1:
-        raise ProtocolError(f"{frame}: wire 1.0 carries one layer in a frame")
-    return Piece(
-        chunk=frame.chunk,
-        layer=frame.layer_start,
-        group=frame.group,
-        token_start=frame.token_start,
-        token_end=frame.token_end,
-        head_start=frame.head_start,
-        head_end=frame.head_end,
+        groups = layout.groups
+        of_group = groups[frame.group].layers if frame.group < len(groups) else ()
+        layers = tuple(x for x in of_group if frame.layer_start <= x < frame.layer_end)
+        if layers not in spans or (layers[0], layers[-1] + 1) != (
+            frame.layer_start,
+            frame.layer_end,
+        ):
+            raise ProtocolError(f"{frame}: its codec takes one layer in a frame, or {list(spans)}")
+    return tuple(
+        Piece(
+            chunk=frame.chunk,
+            layer=layer,
+            group=frame.group,
+            token_start=frame.token_start,
+            token_end=frame.token_end,
+            head_start=frame.head_start,
+            head_end=frame.head_end,
+        )
+        for layer in layers
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A KV frame in its place, whose payload is still to be checked and decoded."""
+    """A KV frame in its places, one for each layer, whose payload is still to be checked and
+    decoded.
+    """
 
-    piece: Piece
+    pieces: tuple[Piece, ...]
     frame: Frame
+
+    @property
+    def piece(self) -> Piece:
+        """The first of its places."""
+        return self.pieces[0]
 
     @property
     def app_limited(self) -> bool:
@@ -247,13 +269,14 @@ class ReceiveSession:
         self._corrupt_row = 0
         self._verified.add(frame.sequence)
         self.unacked_bytes += frame.wire_bytes
-        piece = arrival.piece
-        self.ledger.commit(piece, digest, frame.raw_bytes)
+        self.ledger.commit_frame(arrival.pieces, digest, frame.raw_bytes)
         carried = self.carried.setdefault(frame.codec, Carried())
         carried.raw_bytes += frame.raw_bytes
         carried.wire_bytes += len(frame.payload)
-        if self._order is not None and self.ledger.holds(piece.chunk, piece.layer, piece.group):
-            self._wanted.discard(self._order.number(piece))
+        if self._order is not None:
+            for piece in arrival.pieces:
+                if self.ledger.holds(piece.chunk, piece.layer, piece.group):
+                    self._wanted.discard(self._order.number(piece))
         self._judge()
         return True
 
@@ -268,7 +291,8 @@ class ReceiveSession:
         if self.state is ReceiveState.CANCELLED:
             return
         self._decided(frame)
-        self.ledger.unclaim(arrival.piece)
+        for piece in arrival.pieces:
+            self.ledger.unclaim(piece)
         self._received.discard(frame.sequence)
         self.wire_bytes -= frame.wire_bytes
         self._missing[frame.sequence] = self._untold[frame.sequence] = None
@@ -329,16 +353,16 @@ class ReceiveSession:
             self.duplicates += 1
             self.wasted_bytes += frame.wire_bytes
             return None
-        piece = piece_of(frame)
-        raw_bytes = self.ledger.piece_bytes(piece)
+        codec = self._codecs.by_id(frame.codec)
+        pieces = pieces_of(frame, self.ledger.layout, codec.spans)
+        raw_bytes = sum(map(self.ledger.piece_bytes, pieces))
         if frame.raw_bytes != raw_bytes:
             raise ProtocolError(f"{frame}: {frame.raw_bytes} raw bytes, the layout has {raw_bytes}")
         if len(frame.payload) > raw_bytes:
             raise ProtocolError(f"{frame}: payload is longer than its {raw_bytes} raw bytes")
         if self.pending_bytes + frame.wire_bytes > self._most_credit:
             raise ProtocolError(f"{frame}: more than the {self._most_credit} bytes of its credit")
-        self._codecs.by_id(frame.codec)
-        if not self.ledger.claim(piece):
+        if not all(map(self.ledger.claim, pieces)):
             raise ProtocolError(f"{frame}: its place is taken by another frame")
         self._received.add(sequence)
         self._held.add(sequence)
@@ -346,7 +370,7 @@ class ReceiveSession:
         self._untold.pop(sequence, None)
         self.wire_bytes += frame.wire_bytes
         self.pending_bytes += frame.wire_bytes
-        return Arrival(piece, frame)
+        return Arrival(pieces, frame)
 
     def _judge(self) -> None:
         if self._frames is None or self._verified.next < self._frames:

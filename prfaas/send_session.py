@@ -34,6 +34,8 @@ FIRST_MESSAGE_BYTES = 256 << 10
 """The first messages of a session: a cold connection delivers them sooner."""
 FIRST_MESSAGES = 4
 MESSAGE_BYTES = 1 << 20
+SPAN_BYTES = 2 << 20
+"""Raw bytes of a frame of several layers, which a lossy codec makes a message of less."""
 
 
 class SendState(enum.StrEnum):
@@ -61,6 +63,14 @@ class _Retained:
 
     frame: Frame
     lane: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Unasked:
+    """A frame without a number, and the numbers of its tensors."""
+
+    frame: Frame
+    tensors: tuple[int, ...]
 
 
 class SendSession:
@@ -102,8 +112,10 @@ class SendSession:
         if request.on_demand:
             self._order = WireOrder(layout, request.send_from, request.token_count, chunk_tokens)
         self._wanted = SequenceSet()
-        self._unasked: dict[int, list[Frame]] = {}
-        """Frames that nobody has asked for yet, by their tensor; numbered once they are wanted."""
+        self._unasked: dict[int, list[_Unasked]] = {}
+        """Frames that nobody has asked for yet, by each of their tensors; numbered once they are
+        wanted.
+        """
         self._retained: dict[int, _Retained] = {}
         self._acked = SequenceSet()
         self._queue: deque[int] = deque()
@@ -174,7 +186,12 @@ class SendSession:
         """
         if self.ended or self.state is SendState.FAILING:
             raise ProtocolError(f"{self!r} has ended already")
-        self.retained_bytes -= sum(len(f.payload) for fs in self._unasked.values() for f in fs)
+        self.retained_bytes -= sum(
+            len(each.frame.payload)
+            for tensor, frames in self._unasked.items()
+            for each in frames
+            if each.tensors[0] == tensor
+        )
         self._unasked.clear()
         size = 0
         for index, sequence in enumerate(self._queue):
@@ -250,10 +267,12 @@ class SendSession:
 
     # --- KV ---
 
-    def claim(self, piece: Piece, nbytes: int) -> tuple[Piece, ...]:
+    def claim(self, piece: Piece, nbytes: int, layers: int = 1) -> tuple[Piece, ...]:
         """A piece that the engine exported, cut so that no frame has more raw bytes than a message
         should where one token, or one head of a state, is not more than that. Raises ProtocolError:
         it does not fit.
+
+        Of `layers` that will share frames each is cut alike, so that frames of SPAN_BYTES come out.
         """
         self._require(SendState.PREFILLING)
         expected = self.ledger.piece_bytes(piece)
@@ -262,6 +281,8 @@ class SendSession:
         early = self._cut_bytes < FIRST_MESSAGES * FIRST_MESSAGE_BYTES
         self._cut_bytes += nbytes
         most = FIRST_MESSAGE_BYTES if early else MESSAGE_BYTES
+        if layers > 1:
+            most = SPAN_BYTES // layers
         keeps_state = self.ledger.layout.groups[piece.group].keeps_state
         cuts = tuple(cut_piece(piece, most, nbytes, keeps_state=keeps_state))
         for cut in cuts:
@@ -272,7 +293,7 @@ class SendSession:
     def put(
         self,
         piece: Piece,
-        *,
+        *more: Piece,
         raw_bytes: int,
         digest: bytes,
         codec: int,
@@ -280,9 +301,14 @@ class SendSession:
         payload_crc: int | None = None,
         flags: FrameFlag = FrameFlag.NONE,
     ) -> None:
-        """A claimed piece, now encoded: it waits for a lane, and on demand to be asked for."""
+        """A claimed piece, now encoded, or the same place in further layers of its group with it:
+        it waits for a lane, and on demand to be asked for.
+
+        Payload of several layers is at most MESSAGE_BYTES: any credit lets it go.
+        """
         self._require(SendState.PREFILLING)
-        self.ledger.commit(piece, digest, raw_bytes)
+        pieces = (piece, *more)
+        self.ledger.commit_frame(pieces, digest, raw_bytes)
         frame = Frame(
             type=FrameType.KV,
             session=self.session,
@@ -292,7 +318,7 @@ class SendSession:
             group=piece.group,
             chunk=piece.chunk,
             layer_start=piece.layer,
-            layer_end=piece.layer + 1,
+            layer_end=pieces[-1].layer + 1,
             token_start=piece.token_start,
             token_end=piece.token_end,
             head_start=piece.head_start,
@@ -304,11 +330,15 @@ class SendSession:
         )
         self.wire_bytes += frame.wire_bytes
         self.retained_bytes += len(payload)
-        tensor = -1 if self._order is None else self._order.number(piece)
-        if self._order is None or tensor in self._wanted:
+        if self._order is None:
+            self._enqueue(frame)
+            return
+        unasked = _Unasked(frame, tuple(map(self._order.number, pieces)))
+        if any(tensor in self._wanted for tensor in unasked.tensors):
             self._enqueue(frame)
         else:
-            self._unasked.setdefault(tensor, []).append(frame)
+            for tensor in unasked.tensors:
+                self._unasked.setdefault(tensor, []).append(unasked)
 
     def take(self, lane: int, *, app_limited: bool, most_bytes: int = MESSAGE_BYTES) -> list[Frame]:
         """Frames that leave now in one message on `lane`, of `most_bytes` where one frame is not
@@ -355,8 +385,16 @@ class SendSession:
             for first, stop in self._wanted.absent(start, end):
                 for tensor in range(first, stop):
                     self._wanted.add(tensor)
-                    for frame in self._unasked.pop(tensor, ()):
-                        self._enqueue(frame)
+                    for each in self._unasked.pop(tensor, ()):
+                        self._drop_unasked(each, tensor)
+                        self._enqueue(each.frame)
+
+    def _drop_unasked(self, frame: _Unasked, asked: int) -> None:
+        for tensor in frame.tensors:
+            if tensor != asked:
+                self._unasked[tensor].remove(frame)
+                if not self._unasked[tensor]:
+                    del self._unasked[tensor]
 
     def _peek(self) -> int | None:
         if self.held or self.state not in _GIVING:

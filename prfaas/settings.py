@@ -29,8 +29,14 @@ from pydantic_settings import (
 from prfaas.errors import ConfigError
 from prfaas.limits import Limits
 
-CodecName = Literal["near-channels", "int8", "exponent", "planes-zstd", "raw"]
-CODECS: tuple[CodecName, ...] = ("near-channels", "int8", "exponent", "planes-zstd", "raw")
+CodecName = Literal[
+    "tight-basis", "compact-basis", "near-basis", "near-channels", "int8", "exponent",
+    "planes-zstd", "raw",
+]  # fmt: skip
+CODECS: tuple[CodecName, ...] = (
+    "tight-basis", "compact-basis", "near-basis", "near-channels", "int8", "exponent",
+    "planes-zstd", "raw",
+)  # fmt: skip
 QualityName = Literal["exact", "near", "compact", "tight"]
 
 

@@ -76,21 +76,23 @@ class CodecChoice:
         self._exact = tuple(codec for codec in codecs if codec.quality is Quality.EXACT)
         self._paces = paces
         self._goodput_bytes_per_s = goodput_bytes_per_s
-        self._chunk = -1
-        self._chosen: tuple[Codec, ...] = ()
+        self._chosen: dict[int, tuple[Codec, ...]] = {}
+        """By chunk, for the life of the session: layers of a chunk share frames."""
+        self._last: tuple[Codec, ...] = ()
 
     def of_chunk(self, chunk: int) -> tuple[Codec, ...]:
         """What to try, in this order: second an exact one, for tensors that no lossy codec may
         touch (states) or can (a part of the heads).
         """
-        if chunk != self._chunk:
-            self._chunk = chunk
-            before = self._chosen or (None,)
+        chosen = self._chosen.get(chunk)
+        if chosen is None:
+            before = self._last or (None,)
             first = self._choose(self._codecs, before[0])
-            self._chosen = (first,)
+            chosen = (first,)
             if first.quality is not Quality.EXACT:
-                self._chosen = (first, self._choose(self._exact, before[-1]))
-        return self._chosen
+                chosen = (first, self._choose(self._exact, before[-1]))
+            self._chosen[chunk] = self._last = chosen
+        return chosen
 
     def note(self, codec: Codec, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
         """A piece was encoded."""

@@ -27,6 +27,7 @@ from prfaas.errors import (
 from prfaas.frames import Frame, FrameType, crc32c, parse_all
 from prfaas.interfaces import KvSink
 from prfaas.layout import KvLayout
+from prfaas.ledger import Piece
 from prfaas.limits import Limits
 from prfaas.receive_session import Arrival, ReceiveSession, ReceiveState
 from prfaas.rpc import convert
@@ -437,25 +438,36 @@ def _decode_all(
     """In a codec thread: check and decode into place; digests of the raw bytes, or what is wrong
     with a frame.
     """
-    return [_decode(arrival, layout, sink, codecs) for arrival in arrivals]
+    return [decode(arrival, layout, sink, codecs) for arrival in arrivals]
 
 
-def _decode(
-    arrival: Arrival, layout: KvLayout, sink: KvSink, codecs: CodecSet
-) -> bytes | CorruptKv:
-    piece, frame = arrival.piece, arrival.frame
+def decode(arrival: Arrival, layout: KvLayout, sink: KvSink, codecs: CodecSet) -> bytes | CorruptKv:
+    """One frame of one layer, or of several, which lie apart in the sink."""
+    pieces, frame = arrival.pieces, arrival.frame
+    piece = pieces[0]
     if not frame.intact:
         return CorruptKv(f"{frame}: payload crc mismatch")
     codec = codecs.by_id(frame.codec)
-    place = sink.in_place(piece)
+    place = sink.in_place(piece) if len(pieces) == 1 else None
     raw: npt.NDArray[np.uint8]
     raw = np.empty(frame.raw_bytes, dtype=np.uint8) if place is None else place
     try:
-        shape = Tile.of_piece(layout.groups[piece.group], piece)
+        shape = Tile.of_pieces(layout.groups[piece.group], pieces)
         codec.decode_into(memoryview(frame.payload), raw, shape)
     except CorruptKv as exc:
         return CorruptKv(f"{piece}: {exc.message}")
-    if place is None:
+    if len(pieces) > 1:
+        for each, part in zip(pieces, np.split(raw, len(pieces)), strict=True):
+            _put(each, part, sink)
+    elif place is None:
         sink.scatter(piece, raw)
     crc = crc32c(frame.payload) if frame.payload_crc is None else frame.payload_crc
     return digest_of(codec, raw, crc)
+
+
+def _put(piece: Piece, raw: npt.NDArray[np.uint8], sink: KvSink) -> None:
+    place = sink.in_place(piece)
+    if place is None:
+        sink.scatter(piece, raw)
+    else:
+        place[:] = raw

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
 from prfaas.clock import Clock
-from prfaas.codecs import Codec, Tile, digest_of, encode_first
+from prfaas.codecs import span_of
 from prfaas.errors import EngineUnavailable, PrfaasError
-from prfaas.frames import Frame, FrameFlag, crc32c
+from prfaas.frames import Frame
 from prfaas.interfaces import KvRecord, KvSource
-from prfaas.layout import LayerGroup
-from prfaas.ledger import Piece
-from prfaas.placement import part_of
 from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import PrefillReport
 from remote_prefill.codec_choice import CodecChoice
+from remote_prefill.encoding import (
+    Batch,
+    Encoded,
+    Held,
+    SpanGather,
+    copy_out,
+    encode_batch,
+    encode_span,
+)
 from remote_prefill.retention import Ticket
 
 BATCH_BYTES = 1 << 20
@@ -33,26 +38,6 @@ class SenderOptions:
     """How often a queued session hears its position."""
     lease_s: float
     clock: Clock
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A piece as it will go on the wire."""
-
-    piece: Piece
-    raw_bytes: int
-    digest: bytes
-    codec: Codec
-    payload: bytes
-    payload_crc: int
-    flags: FrameFlag
-    seconds: float
-    """It took of a codec thread."""
-
-
-Batch = list[tuple[KvRecord, tuple[Piece, ...], tuple[Codec, ...]]]
-"""Records to be encoded one after another, each with the pieces it is cut into and the codecs to
-try."""
 
 
 class Sender:
@@ -84,9 +69,11 @@ class Sender:
         self._tell = tell
         self._ready = ready
         self._options = options
+        self._groups = session.ledger.layout.groups
         self._waiting: Batch = []
         """To be encoded, and not yet given to a codec thread."""
         self._waiting_bytes = 0
+        self._spans = SpanGather()
         self._encoding: set[Future[list[Encoded]]] = set()
         self._encoded = asyncio.Event()
         self._error: Exception | None = None
@@ -97,7 +84,10 @@ class Sender:
         source = self._start()
         try:
             report = await self._collect(source)
-            while self._encoding or self._waiting:
+            while self._encoding or self._waiting or self._spans:
+                if not self._encoding and not self._waiting:
+                    for held in self._spans.rest():
+                        self._submit_span(held)
                 self._encoded.clear()
                 await self._encoded.wait()
             self._check()
@@ -151,12 +141,25 @@ class Sender:
     def _encode(self, view: KvRecord) -> None:
         """Have a record encoded, cut to what one message should hold."""
         piece = view.piece
+        codecs = self._choice.of_chunk(piece.chunk)
         try:
-            cuts = self.session.claim(piece, view.raw.nbytes)
+            self.session.ledger.piece_bytes(piece)  # before anything is done with its group
+            group = self._groups[piece.group]
+            span: tuple[int, ...] = (piece.layer,)
+            if piece.head_end - piece.head_start == group.kv_heads and not group.keeps_state:
+                span = span_of(codecs[0], group, piece.layer)
+            cuts = self.session.claim(piece, view.raw.nbytes, len(span))
         except PrfaasError:
             view.done()
             raise
-        self._waiting.append((view, cuts, self._choice.of_chunk(piece.chunk)))
+        if len(span) > 1:
+            # Here and now: a span's encoding is long, and until it ends a ring would be full.
+            held = [copy_out(view, cut, codecs, span) for cut in cuts]
+            view.done()
+            for whole in filter(None, map(self._spans.add, held)):
+                self._submit_span(whole)
+            return
+        self._waiting.append((view, cuts, codecs))
         self._waiting_bytes += view.raw.nbytes
         if not self._encoding or self._waiting_bytes >= BATCH_BYTES:
             self._submit()
@@ -166,11 +169,16 @@ class Sender:
         message, for each hand-over between threads costs as much as encoding a small record.
         """
         batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
-        groups = self.session.ledger.layout.groups
         loop = asyncio.get_running_loop()
-        future = self._executor.submit(_encode_batch, batch, groups)
+        future = self._executor.submit(encode_batch, batch, self._groups)
         self._encoding.add(future)
         future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._put, done, batch))
+
+    def _submit_span(self, held: Sequence[Held]) -> None:
+        loop = asyncio.get_running_loop()
+        future = self._executor.submit(encode_span, held, self._groups[held[0].piece.group])
+        self._encoding.add(future)
+        future.add_done_callback(lambda done: loop.call_soon_threadsafe(self._put, done, []))
 
     def _put(self, future: Future[list[Encoded]], batch: Batch) -> None:
         # The last one first: a ring is freed in order, so all of them come back in one message.
@@ -190,7 +198,7 @@ class Sender:
             size = len(each.payload)
             self._choice.note(each.codec, each.raw_bytes, size, each.seconds)
             self.session.put(
-                each.piece,
+                *each.pieces,
                 raw_bytes=each.raw_bytes,
                 digest=each.digest,
                 codec=each.codec.id,
@@ -205,24 +213,3 @@ class Sender:
             raise self._error
         if self._error is not None:
             raise PrfaasError(f"cannot encode what the engine exported: {self._error!r}")
-
-
-def _encode_batch(batch: Batch, groups: Sequence[LayerGroup]) -> list[Encoded]:
-    """In a codec thread."""
-    return [
-        encode_cut(codecs, view, cut, groups[cut.group])
-        for view, cuts, codecs in batch
-        for cut in cuts
-    ]
-
-
-def encode_cut(codecs: Sequence[Codec], view: KvRecord, cut: Piece, group: LayerGroup) -> Encoded:
-    """The part `cut` out of a record, by the first of `codecs` that can."""
-    start_s = time.perf_counter()
-    rows = part_of(view.raw, view.piece, cut, keeps_state=group.keeps_state)
-    codec, payload = encode_first(codecs, rows, Tile.of_piece(group, cut))
-    crc = crc32c(payload)
-    digest = digest_of(codec, rows, crc)
-    flags = FrameFlag.CACHED if view.cached else FrameFlag.NONE
-    seconds = time.perf_counter() - start_s
-    return Encoded(cut, rows.nbytes, digest, codec, payload, crc, flags, seconds)

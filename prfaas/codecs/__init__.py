@@ -1,6 +1,15 @@
 """KV codecs by quality class: a file each, a registry, and the calibration some of them need."""
 
-from prfaas.codecs.base import SINK_TOKENS, Bytes, Codec, Quality, Shape, Tile, base_name
+from prfaas.codecs.base import (
+    SINK_TOKENS,
+    Bytes,
+    Codec,
+    Quality,
+    Shape,
+    Tile,
+    base_name,
+    span_of,
+)
 from prfaas.codecs.calibration import Calibration
 from prfaas.codecs.digest import digest_of
 from prfaas.codecs.planes_zstd import PlanesZstdCodec, merge_planes, split_planes
@@ -34,5 +43,6 @@ __all__ = [
     "encode",
     "encode_first",
     "merge_planes",
+    "span_of",
     "split_planes",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -21,6 +22,7 @@ __all__ = [
     "Tile",
     "base_name",
     "item_bytes_of",
+    "span_of",
 ]
 
 Bytes = npt.NDArray[np.uint8]
@@ -64,8 +66,14 @@ class Tile:
     @classmethod
     def of_piece(cls, group: LayerGroup, piece: Piece) -> Tile:
         """What a frame carries of one layer."""
-        tokens, heads = (piece.token_start, piece.token_end), (piece.head_start, piece.head_end)
-        return cls.of(group, (piece.layer,), tokens, heads)
+        return cls.of_pieces(group, (piece,))
+
+    @classmethod
+    def of_pieces(cls, group: LayerGroup, pieces: Sequence[Piece]) -> Tile:
+        """What a frame carries: one place in some layers."""
+        first = pieces[0]
+        tokens, heads = (first.token_start, first.token_end), (first.head_start, first.head_end)
+        return cls.of(group, tuple(piece.layer for piece in pieces), tokens, heads)
 
     @property
     def keeps_state(self) -> bool:
@@ -124,8 +132,10 @@ class Codec(Protocol):
         ...
 
     @property
-    def layer_span(self) -> int:
-        """Layers it wants in one tile: frames leave when so many are computed."""
+    def spans(self) -> tuple[tuple[int, ...], ...]:
+        """Model layers of which it wants the tiles in one, so that a frame leaves when the last is
+        computed; all others go alone.
+        """
         ...
 
     def encode(self, raw: Bytes, shape: Shape) -> bytes | None:
@@ -142,6 +152,14 @@ class Codec(Protocol):
 def base_name(name: str) -> str:
     """A codec's name without its calibration's digest."""
     return name.partition("@")[0]
+
+
+def span_of(codec: Codec, group: LayerGroup, layer: int) -> tuple[int, ...]:
+    """Layers of the group that share a frame with this one; itself alone where it goes alone."""
+    for span in codec.spans:
+        if layer in span and span == tuple(x for x in group.layers if span[0] <= x <= span[-1]):
+            return span
+    return (layer,)
 
 
 def item_bytes_of(shape: Shape) -> int:

@@ -34,8 +34,13 @@ EXPECTED = {
     "exponent": Pace(0.8e9, 1.5),
     "int8": Pace(2.4e9, 1.92),
     "near-channels": Pace(0.2e9, 2.6),
+    "near-basis": Pace(35e6, 3.4),
+    "compact-basis": Pace(40e6, 5.5),
+    "tight-basis": Pace(50e6, 10.5),
 }
 """Before anything was measured: what a core does with bfloat16 KV, about."""
+UNKNOWN_BYTES_PER_S = 125e6
+"""A link that nobody has measured may do this: what encodes slower waits for a measurement."""
 
 
 def choose(
@@ -47,7 +52,7 @@ def choose(
     current: Codec | None = None,
 ) -> Codec:
     """One of `codecs` (none: `raw`), by its pace on this machine and the link's. While the link is
-    not measured (0): the one for fewest bytes.
+    not measured (0): the one for fewest bytes that encodes UNKNOWN_BYTES_PER_S.
 
     Never one that is slower than `raw`, by these numbers, where `raw` is among them.
     """
@@ -57,7 +62,11 @@ def choose(
         codec.name: paces.get(codec.name) or EXPECTED[base_name(codec.name)] for codec in codecs
     }
     if goodput_bytes_per_s <= 0:
-        return max(codecs, key=lambda codec: known[codec.name].ratio)
+        enough = UNKNOWN_BYTES_PER_S / threads
+        fast = [codec for codec in codecs if known[codec.name].bytes_per_s >= enough]
+        if not fast:
+            return max(codecs, key=lambda codec: known[codec.name].bytes_per_s)
+        return max(fast, key=lambda codec: known[codec.name].ratio)
     seconds = {name: pace.seconds(goodput_bytes_per_s, threads) for name, pace in known.items()}
 
     def soonest(quality: Quality) -> Codec | None:

@@ -33,7 +33,7 @@ class ExponentCodec:
     name = "exponent"
     quality = Quality.EXACT
     model_identity = ""
-    layer_span = 1
+    spans = ()
 
     def __init__(self, native: Native) -> None:
         self._native = native

@@ -22,7 +22,7 @@ class Int8Codec:
     name = "int8"
     quality = Quality.NEAR
     model_identity = ""
-    layer_span = 1
+    spans = ()
 
     def __init__(self, native: Native) -> None:
         self._native = native

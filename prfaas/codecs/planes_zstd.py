@@ -35,7 +35,7 @@ class PlanesZstdCodec:
     name = "planes-zstd"
     quality = Quality.EXACT
     model_identity = ""
-    layer_span = 1
+    spans = ()
 
     def __init__(self, level: int = _FASTEST) -> None:
         self._parameters = _parameters(level)

@@ -17,7 +17,7 @@ class RawCodec:
     name = "raw"
     quality = Quality.EXACT
     model_identity = ""
-    layer_span = 1
+    spans = ()
 
     def encode(self, raw: Bytes, shape: Shape) -> bytes | None:
         return raw.tobytes()

@@ -53,10 +53,6 @@ class CodecSet:
             if not codec.model_identity or codec.model_identity == identity
         )
 
-    def one_layer(self) -> CodecSet:
-        """Those that take tiles of one layer."""
-        return CodecSet(codec for codec in self._by_id.values() if codec.layer_span == 1)
-
     def within(self, offered: Iterable[str], quality: Quality) -> CodecSet:
         """Those that a session may use: see `common`."""
         return CodecSet(self.common(offered, quality))
@@ -75,13 +71,12 @@ class CodecSet:
         return tuple(codec for codec in mine if codec.quality in allowed)
 
     def negotiate(self, offered: Iterable[str], quality: Quality = Quality.EXACT) -> Codec:
-        """Our codec for fewest bytes that is in `offered` and within the class, on tiles of one
-        layer. Raises IncompatibleLayout (field `codecs`).
+        """Our codec for fewest bytes that is in `offered` and within the class. Raises
+        IncompatibleLayout (field `codecs`).
         """
         theirs = tuple(offered)
         for codec in self.common(theirs, quality):
-            if codec.layer_span == 1:
-                return codec
+            return codec
         raise IncompatibleLayout(
             f"no codec in common: {list(self.names)} here, {sorted(set(theirs))} there",
             field="codecs",
@@ -106,12 +101,11 @@ def default_codecs(zstd_level: int = 1, calibration: Calibration | None = None) 
 def agent_codecs(
     names: Iterable[str], calibration: Path | None = None, zstd_level: int = 1
 ) -> CodecSet:
-    """What an agent speaks: of `names` those that are here and take one layer at a time, as frames
-    do. Raises ConfigError for a file that is not a calibration.
+    """What an agent speaks: of `names` those that are here. Raises ConfigError for a file that is
+    not a calibration.
     """
     loaded = None if calibration is None else Calibration.load(calibration)
-    here = default_codecs(zstd_level, loaded).only(names)
-    return here.one_layer()
+    return default_codecs(zstd_level, loaded).only(names)
 
 
 def encode(codec: Codec, raw: Bytes, shape: Shape) -> tuple[int, bytes]:

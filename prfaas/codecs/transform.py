@@ -113,7 +113,7 @@ class TransformCodec:
             c.header.layers[low:high]: index for index, (low, high) in enumerate(c.header.spans)
         }
         self._at = {layer: at for at, layer in enumerate(c.header.layers)}
-        self.layer_span = max(map(len, self._spans)) if rung.columns else 1
+        self.spans = tuple(s for s in self._spans if len(s) > 1) if rung.columns else ()
         self._scale = np.ascontiguousarray(c.scale / rung.step, dtype=np.float32)
         self._step = np.ascontiguousarray(rung.step / c.scale, dtype=np.float32)
 

@@ -15,7 +15,7 @@ from prfaas.layout import GroupKind, LayerGroup
 from prfaas.ledger import Piece, digest_of_crc, piece_digest
 from prfaas.testing.clock import ManualClock
 from remote_prefill.codec_choice import LEAST_BYTES, STALE_S, CodecChoice, EncodePaces
-from remote_prefill.sender import encode_cut
+from remote_prefill.encoding import encode_cut
 
 PLANES = PlanesZstdCodec()
 MBIT = 125e3
@@ -24,7 +24,7 @@ MBIT = 125e3
 class Halving:
     """A lossy codec for tests: keeps every other byte."""
 
-    id, name, quality, layer_span, model_identity = 9, "int8", Quality.NEAR, 1, ""
+    id, name, quality, spans, model_identity = 9, "int8", Quality.NEAR, (), ""
 
     def encode(self, raw: Any, shape: Any) -> bytes | None:
         whole = isinstance(shape, Tile) and not shape.keeps_state

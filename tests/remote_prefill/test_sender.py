@@ -18,14 +18,14 @@ PROMPT = 200
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Raw bytes of each batch, which takes a while to encode."""
     seen: list[int] = []
-    encode = sender._encode_batch
+    encode = sender.encode_batch
 
     def slow(batch: Any, groups: Any) -> Any:
         seen.append(sum(view.raw.nbytes for view, *_ in batch))
         time.sleep(0.02)
         return encode(batch, groups)
 
-    monkeypatch.setattr(sender, "_encode_batch", slow)
+    monkeypatch.setattr(sender, "encode_batch", slow)
     return seen
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prfaas.codecs import RAW, PlanesZstdCodec, Quality
+from prfaas.codecs import KNOWN_CODECS, RAW, PlanesZstdCodec, Quality
 from prfaas.codecs.choice import EXPECTED, Pace, choose
 
 GBIT = 125e6
@@ -23,6 +23,7 @@ EXPONENT = named("exponent", 2)
 INT8 = named("int8", 3, Quality.NEAR)
 CHANNELS = named("near-channels@digest", 4, Quality.NEAR)
 ALL = (CHANNELS, INT8, EXPONENT, PLANES, RAW)
+COMPACT = named("compact-basis@digest", 6, Quality.COMPACT)
 
 
 def chosen(gbit_per_s: float, codecs: Any = ALL, **changes: Any) -> str:
@@ -65,6 +66,17 @@ def test_a_link_that_nobody_has_measured_gets_fewest_bytes() -> None:
     assert chosen(0, (EXPONENT, PLANES, RAW)) == "exponent"
 
 
+def test_what_encodes_slowly_waits_until_the_link_is_known_to_be_slower() -> None:
+    codecs = (COMPACT, *ALL)
+    assert chosen(0, codecs) == "near-channels@digest"
+    assert chosen(0, codecs, threads=4) == "compact-basis@digest"
+    assert chosen(0.05, codecs) == "compact-basis@digest"
+    assert chosen(1, codecs) == "int8"
+    paces = {"compact-basis@digest": Pace(1e9, 5.5)}
+    assert chosen(1, codecs, paces=paces) == "compact-basis@digest"
+    assert chosen(0, (COMPACT,)) == "compact-basis@digest"
+
+
 def test_without_a_codec_bytes_go_as_they_are() -> None:
     assert chosen(1, ()) == "raw"
 
@@ -89,5 +101,5 @@ def test_it_is_never_slower_than_raw() -> None:
             assert paces[name].seconds(goodput, 1) <= paces["raw"].seconds(goodput, 1)
 
 
-def test_every_codec_of_one_layer_is_expected_to_do_something() -> None:
-    assert set(EXPECTED) == {"raw", "planes-zstd", "exponent", "int8", "near-channels"}
+def test_every_codec_is_expected_to_do_something() -> None:
+    assert set(EXPECTED) == set(KNOWN_CODECS)

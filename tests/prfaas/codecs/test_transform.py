@@ -152,7 +152,7 @@ def test_a_span_is_all_or_nothing() -> None:
     assert native is not None
     rung = Rung("near-basis", Quality.NEAR, 0.1, ((32, 32), (32, 32)))
     codec = make_codec(native, plain(rung), rung)
-    assert codec.layer_span == 2
+    assert codec.spans == ((0, 1), (2, 3))
     for layers in ((0,), (1, 2), (0, 1, 2), (3,)):
         shape = Tile.of(FULL["bfloat16"], layers, (64, 128))
         assert encode(codec, values(shape), shape)[0] == 0
