@@ -165,7 +165,6 @@ class Gateway:
         tasks.append(asyncio.create_task(self.policy.run()))
         if self.tenancy is not None:
             tasks.append(asyncio.create_task(self.tenancy.run()))
-        tasks.append(asyncio.create_task(self.dashboard.run()))
         try:
             await runner.setup()
             self.port = await front.start(self._settings.host, self._settings.port)
