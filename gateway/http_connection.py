@@ -14,6 +14,10 @@ from prfaas.limits import Limits
 
 HIGH_WATER_BYTES = 64 << 10
 """More of a body than this unread, and the engine is not read from any more."""
+MERGE_S = 0.001
+"""What comes faster than this is read once in so long: one event costs nearly what ten do."""
+Taker = Callable[[bytes], bool]
+"""Takes a piece of a body; True: no more, until somebody asks again."""
 KEEPALIVE_PROBES = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
 """A machine that is gone without a word is found out in half a minute, whatever we wait for."""
 
@@ -35,7 +39,7 @@ class Broken(Exception):
 
 class Connection(asyncio.Protocol):
     """Owns one socket; the pool closes it. One exchange at a time: `send`, then `head`, then
-    `take` until it is empty. `tick` keeps its deadlines.
+    `take` until it is empty, with `more` or `follow` in between. `tick` keeps its deadlines.
     """
 
     def __init__(self, limits: Limits, on_closed: Callable[[Connection], None]) -> None:
@@ -46,6 +50,8 @@ class Connection(asyncio.Protocol):
         self._parser: ResponseParser | None = None
         self._spare: ResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._taker: Taker | None = None
+        self._taker_error: Exception | None = None
         self._failure: Broken | None = None
         self._reading_paused = False
         self._sending_stuck = False
@@ -112,10 +118,32 @@ class Connection(asyncio.Protocol):
             raise self._failure
         return None
 
+    @property
+    def has_news(self) -> bool:
+        """`take` has something to give, an end or a failure among them."""
+        parser = self._parser
+        return parser is None or bool(parser.body) or parser.complete or self._failure is not None
+
     def more(self) -> asyncio.Future[None]:
         """Done when there is something new; one waits at a time."""
         self._waiter = self._loop.create_future()
         return self._waiter
+
+    async def follow(self, taker: Taker) -> None:
+        """Let `taker` have what arrives as soon as it arrives, without a task in between, until it
+        wants no more, or the body has ended or broken, which `take` tells then.
+
+        To be called when there is nothing to `take`. Raises what `taker` raises.
+        """
+        waiter = self.more()
+        self._taker = taker
+        try:
+            await waiter
+        finally:
+            self._taker = None
+            error, self._taker_error = self._taker_error, None
+        if error is not None:
+            raise error
 
     @property
     def content_length(self) -> int | None:
@@ -177,16 +205,20 @@ class Connection(asyncio.Protocol):
         if parser is None:
             self.abort()  # nobody asked
             return
-        self._moved_at = self._loop.time()
+        before, self._moved_at = self._moved_at, self._loop.time()
         try:
             parser.feed(data)
         except ProtocolError as exc:
             self._fail(exc.message)
             return
-        if parser.body_bytes > HIGH_WATER_BYTES and not self._reading_paused:
-            assert self._transport is not None
-            self._reading_paused = True
-            self._transport.pause_reading()
+        if self._taker is not None:
+            self._pass_on(self._taker, parser)
+            if self._taker is not None and self._moved_at - before < MERGE_S:
+                self._pause()
+                self._loop.call_later(MERGE_S, self._merged)
+            return
+        if parser.body_bytes > HIGH_WATER_BYTES:
+            self._pause()
         if parser.complete or parser.body or parser.headers is not None:
             self._wake()
 
@@ -229,6 +261,30 @@ class Connection(asyncio.Protocol):
             self._failure = Broken(text, phase, not parser.heard)
         self.abort()
         self._wake()
+
+    def _pass_on(self, taker: Taker, parser: ResponseParser) -> None:
+        """What has just come, to whom follows; ends the following where it is over."""
+        enough = parser.complete
+        if parts := parser.body:
+            piece = parts[0] if len(parts) == 1 else b"".join(parts)
+            parts.clear()
+            parser.body_bytes = 0
+            try:
+                enough = taker(piece) or enough
+            except Exception as exc:  # raised where it is waited for
+                self._taker_error, enough = exc, True
+        if enough:
+            self._taker = None
+            self._wake()
+
+    def _merged(self) -> None:
+        if self._parser is not None and self._parser.body_bytes <= HIGH_WATER_BYTES:
+            self._resume()
+
+    def _pause(self) -> None:
+        if not self._reading_paused and self._transport is not None:
+            self._reading_paused = True
+            self._transport.pause_reading()
 
     def _resume(self) -> None:
         if self._reading_paused and self._transport is not None:

@@ -101,16 +101,27 @@ async def relay_stream(
     on_events(splitter.events)
     await sink.start(headers)
     await write(sink, held)
+
+    slow = False  # the client, who has to be waited for
+
+    def pass_on(piece: bytes) -> bool:
+        nonlocal slow
+        seen = splitter.events
+        whole = splitter.feed(piece)
+        if not whole:
+            return False
+        if splitter.events > seen:
+            on_events(splitter.events - seen)
+        slow = sink.put(whole)
+        return slow
+
     try:
         while piece := await response.next_piece():
-            seen = splitter.events
-            whole = splitter.feed(piece)
-            if not whole:
-                continue
-            if splitter.events > seen:
-                on_events(splitter.events - seen)
-            if sink.put(whole):
+            if not pass_on(piece):
+                await response.follow(pass_on)
+            if slow:
                 await sink.drain()
+                slow = False
     except Cancelled:
         raise
     except PrfaasError as exc:

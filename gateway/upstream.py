@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Protocol
 
 from gateway.http1 import Headers, RequestLine
-from gateway.http_connection import Broken, Connection
+from gateway.http_connection import Broken, Connection, Taker
 from gateway.http_pool import Address, Pool
 from prfaas.errors import EngineUnavailable, PrfaasError
 from prfaas.limits import Limits
@@ -36,6 +36,14 @@ class UpstreamResponse(Protocol):
         beyond one socket buffer.
 
         Raises EngineUnavailable when the connection breaks before the end.
+        """
+        ...
+
+    async def follow(self, taker: Taker) -> None:
+        """`taker` gets each piece as soon as it arrives, until it returns True, raises, or the body
+        ends or breaks, which `next_piece` tells then.
+
+        Raises what `taker` raises.
         """
         ...
 
@@ -164,6 +172,12 @@ class _Exchange:
             return piece
         except Broken as exc:
             raise self._translated(exc) from exc
+
+    async def follow(self, taker: Taker) -> None:
+        connection = self._connection
+        assert connection is not None
+        if not connection.has_news:
+            await connection.follow(taker)
 
     async def read(self, limit_bytes: int) -> bytes:
         connection = self._connection

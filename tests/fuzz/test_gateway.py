@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +123,10 @@ class _Answer:
 
     async def next_piece(self) -> bytes:
         return self._left.pop(0) if self._left else b""
+
+    async def follow(self, taker: Callable[[bytes], bool]) -> None:
+        while self._left and not taker(self._left.pop(0)):
+            pass
 
     async def read(self, limit_bytes: int) -> bytes:
         return b"".join(self.pieces)

@@ -295,6 +295,112 @@ def test_a_reader_that_waits_stops_the_engine_not_our_memory(run: Loop) -> None:
 
 
 @loops
+def test_whoever_follows_gets_every_byte_in_order(run: Loop) -> None:
+    """However fast they come, also with the end, and with stops in between."""
+    pieces = [b"%03d," % n for n in range(300)]
+
+    async def play(peer: Peer) -> None:
+        await peer.request()
+        peer.writer.write(CHUNKED)
+        for number, piece in enumerate(pieces):
+            peer.writer.write(b"4\r\n" + piece + b"\r\n")
+            if number % 50 == 0:
+                await peer.writer.drain()
+                await asyncio.sleep(0.003)
+            elif number % 7 == 0:
+                await asyncio.sleep(0)
+        await peer.say(b"0\r\n\r\n")
+        await peer.reader.read()
+
+    async def story(upstream: HttpUpstream, server: RawServer) -> None:
+        got: list[bytes] = []
+
+        def taker(piece: bytes) -> bool:
+            got.append(piece)
+            return len(got) % 3 == 0
+
+        async with upstream.request("POST", "/x", {}, BODY) as response:
+            while piece := await response.next_piece():
+                got.append(piece)
+                await response.follow(taker)
+        assert b"".join(got) == b"".join(pieces)
+        assert upstream.pool.idle == 1
+
+    played(run, play, story)
+
+
+@loops
+def test_pieces_that_come_fast_are_read_together(run: Loop) -> None:
+    async def play(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(CHUNKED + b"1\r\n<\r\n")
+        for _ in range(400):
+            await peer.say(b"1\r\nx\r\n")
+            await asyncio.sleep(0)
+        await peer.say(b"0\r\n\r\n")
+        await peer.reader.read()
+
+    async def story(upstream: HttpUpstream, server: RawServer) -> None:
+        got: list[bytes] = []
+
+        def taker(piece: bytes) -> bool:
+            got.append(piece)
+            return False
+
+        async with upstream.request("POST", "/x", {}, BODY) as response:
+            got.append(await response.next_piece())
+            await response.follow(taker)
+            assert await response.next_piece() == b""
+        assert b"".join(got) == b"<" + 400 * b"x"
+        assert len(got) < 200
+
+    played(run, play, story)
+
+
+@loops
+def test_what_a_taker_raises_is_raised_where_it_is_followed(run: Loop) -> None:
+    async def play(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(CHUNKED + b"1\r\nx\r\n")
+        await until(lambda: got, "the first piece to be taken")
+        await peer.say(b"1\r\ny\r\n")
+        await peer.reader.read()
+
+    got: list[bytes] = []
+
+    def taker(piece: bytes) -> bool:
+        raise EngineUnavailable(f"not for me: {piece!r}")
+
+    async def story(upstream: HttpUpstream, server: RawServer) -> None:
+        async with upstream.request("POST", "/x", {}, BODY) as response:
+            got.append(await response.next_piece())
+            with pytest.raises(EngineUnavailable, match="not for me: b'y'"):
+                await response.follow(taker)
+        assert upstream.pool.idle == 0
+
+    played(run, play, story)
+
+
+@loops
+def test_whoever_follows_hears_that_the_engine_broke_off(run: Loop) -> None:
+    async def play(peer: Peer) -> None:
+        await peer.request()
+        await peer.say(CHUNKED + b"1\r\nx\r\n")
+        await peer.say(b"1\r\ny\r\n")
+
+    async def story(upstream: HttpUpstream, server: RawServer) -> None:
+        got: list[bytes] = []
+        async with upstream.request("POST", "/x", {}, BODY) as response:
+            got.append(await response.next_piece())
+            await response.follow(lambda piece: bool(got.append(piece)))
+            with pytest.raises(EngineUnavailable, match="in the middle of an answer"):
+                await response.next_piece()
+        assert b"".join(got) == b"xy"
+
+    played(run, play, story)
+
+
+@loops
 def test_an_engine_that_falls_silent_in_its_answer_is_cut(run: Loop) -> None:
     async def play(peer: Peer) -> None:
         await peer.request()

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import pytest
@@ -39,6 +39,12 @@ class Scripted:
             raise piece
         return piece
 
+    async def follow(self, taker: Callable[[bytes], bool]) -> None:
+        await asyncio.sleep(0)
+        while self.pieces and isinstance(self.pieces[0], bytes):
+            if taker(self.pieces.pop(0)):
+                return
+
     async def read(self, limit_bytes: int) -> bytes:
         parts = []
         while piece := await self.next_piece():
@@ -48,6 +54,8 @@ class Scripted:
 
 class Sink:
     """A client that notes what it gets."""
+
+    slow = True
 
     def __init__(self, gone_after: int = 1000) -> None:
         self.started = False
@@ -66,13 +74,19 @@ class Sink:
             raise Cancelled("the client went away")
         self.writes += 1
         self.got += data
-        return True
+        return self.slow
 
     async def drain(self) -> None:
         self.drains += 1
 
     async def end(self, complete: bool) -> None:
         self.complete = complete
+
+
+@pytest.fixture(autouse=True, params=[True, False], ids=["slow", "fast"])
+def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow client is waited for after each piece; to a fast one pieces go as they come."""
+    monkeypatch.setattr(Sink, "slow", request.param)
 
 
 async def stream(*pieces: bytes | Exception, sink: Sink | None = None):
