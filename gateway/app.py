@@ -16,6 +16,8 @@ from aiohttp import web
 from gateway.abilities import Abilities
 from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView
+from gateway.dashboard.gather import Sources
+from gateway.dashboard.routes import Dashboard
 from gateway.engines import Engine, Engines
 from gateway.front import Front
 from gateway.generation import Generation
@@ -122,6 +124,20 @@ class Gateway:
                 self.view, self.admission, self.budget, self.engines, self.tokenizer_check, clock
             )
         )
+        self.dashboard = Dashboard(
+            Sources(
+                gateway,
+                self.view,
+                self.engines,
+                self.records,
+                self.metrics,
+                self.policy,
+                self.admission,
+                clock,
+                limits.watch_stale_s,
+            ),
+            limits,
+        )
         self.port = 0
 
     @asynccontextmanager
@@ -141,8 +157,10 @@ class Gateway:
             self._ids,
             self._door,
         )
+        app = handlers.app()
+        self.dashboard.add_routes(app.router)
         runner = web.AppRunner(
-            handlers.app(),
+            app,
             handler_cancellation=True,
             access_log=None,
             logger=server_logger(),
@@ -165,12 +183,14 @@ class Gateway:
         tasks.append(asyncio.create_task(self.policy.run()))
         if self.tenancy is not None:
             tasks.append(asyncio.create_task(self.tenancy.run()))
+        tasks.append(asyncio.create_task(self.dashboard.run()))
         try:
             await runner.setup()
             self.port = await front.start(self._settings.host, self._settings.port)
             logger.info("listening on %s:%d", self._settings.host, self.port)
             yield self
         finally:
+            self.dashboard.close()
             await asyncio.gather(front.close(CUT_S), runner.cleanup())
             for task in tasks:
                 task.cancel()

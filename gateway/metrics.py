@@ -103,6 +103,10 @@ class GatewayMetrics:
         self.offloaded_tokens = self._counter("offloaded_tokens", "Uncached tokens sent to peers.")
         self.kv_raw_bytes = self._counter("kv_raw_bytes", "KV received from peers, decoded.")
         self.kv_wire_bytes = self._counter("kv_wire_bytes", "KV received from peers, as sent.")
+        self.kv_prefix_bytes = self._counter(
+            "kv_prefix_bytes",
+            "KV not sent because D had it, decoded.",
+        )
         self.kv_quality = self._counter(
             "kv_quality_transfers", "Transfers that brought KV, by its quality class.", "quality"
         )
@@ -158,11 +162,13 @@ class GatewayMetrics:
         """Count a decision."""
         self.decisions.inc(decision.target._value_, decision.reason._value_)
 
-    def outcome(self, outcome: Outcome) -> None:
-        """Count what became of a transfer."""
+    def outcome(self, outcome: Outcome, token_bytes: int = 0) -> None:
+        """Count what became of a transfer. `token_bytes`: raw KV of a token at D."""
         self.outcomes.labels(word(outcome.status)).inc()
         self.kv_raw_bytes.inc(outcome.raw_bytes)
         self.kv_wire_bytes.inc(outcome.wire_bytes)
+        if outcome.received_tokens or outcome.reason == PREFIX_AT_D:
+            self.kv_prefix_bytes.inc(outcome.have_tokens * token_bytes)
         if outcome.quality:
             self.kv_quality.labels(word(outcome.quality)).inc()
         if outcome.status in FELL_BACK and outcome.reason != PREFIX_AT_D:

@@ -56,7 +56,8 @@ class Outcomes:
             waiter.set()
         self._view.breakers.outcome(record.engine, _sent_to(record), outcome)
         self._policy.observe(record.policy_role, outcome)
-        self._metrics.outcome(outcome)
+        token_bytes = record.snapshot.token_bytes if record.snapshot is not None else 0
+        self._metrics.outcome(outcome, token_bytes)
         self._dispatcher.prefill_over(record)
         timer = self._timers.pop(outcome.transfer_id, None)
         if timer is not None:

@@ -1,0 +1,1 @@
+"""The dashboard at `/dashboard`: what the gateway sees and does, live, for people."""

@@ -1,0 +1,144 @@
+"""The dashboard in a real browser, with real traffic, also while things break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from prfaas.testing.browser import Page, find_chromium, open_page
+from prfaas.up.fleet import FleetPlan
+from prfaas.up.fleet_file import Fleet, FleetFault, FleetLink
+from prfaas.up.fleet_processes import FleetProcesses
+
+PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
+CHROMIUM = find_chromium()
+
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium here: apt-get install chromium"
+)
+
+ROWS = "Object.fromEntries([...document.querySelectorAll('{table} tbody tr')].map(r => [{key}]))"
+STATES = ROWS.format(
+    table="#engines",
+    key="r.cells[0].textContent, r.cells[1].querySelector('.state').textContent",
+)
+LINKS = ROWS.format(
+    table="#links", key="r.cells[0].textContent, [...r.cells].map(c => c.innerText)"
+)
+
+
+def fleet() -> Fleet:
+    paced = {"kv_memory_bytes": 16 << 20}
+    return Fleet.model_validate(
+        {
+            "fleet_version": 1,
+            "model": "small",
+            "gateway": {
+                "tokenizer": str(PROFILES / "byte-tokenizer"),
+                "short_body_bytes": 0,
+                "shadow": {"name": "always_local"},
+            },
+            "engines": {
+                "count": 2,
+                "engine": {**paced, "paced": str(PROFILES / "small-decode.yaml")},
+                "agent": {"staging_bytes": 16 << 20},
+            },
+            "peers": [
+                {
+                    "name": "fra",
+                    "engine": {**paced, "paced": str(PROFILES / "small-prefill.yaml")},
+                    "link": {"mbit_s": 200, "rtt_ms": 10},
+                }
+            ],
+        }
+    )
+
+
+async def traffic(url: str) -> None:
+    """Streams, one after another, until cancelled; an engine that dies may break some."""
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+        for at in range(100_000):
+            body = {"model": "small", "prompt": f"{at} " * 350, "max_tokens": 6, "stream": True}
+            async with session.post(f"{url}/v1/completions", json=body) as response:
+                await response.read()
+
+
+@asynccontextmanager
+async def asking(url: str, clients: int = 3) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(traffic(url)) for _ in range(clients)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in ended), ended
+
+
+@asynccontextmanager
+async def dashboard(url: str) -> AsyncIterator[Page]:
+    assert CHROMIUM is not None
+    async with open_page(CHROMIUM) as page:
+        await page.look(1280, 900)
+        await page.go(f"{url}/dashboard")
+        await page.until("document.body && !document.body.classList.contains('waiting')", 60)
+        yield page
+
+
+@pytest.mark.timeout(300)
+async def test_it_shows_real_traffic_while_an_engine_dies_and_a_link_degrades(
+    tmp_path: Path,
+) -> None:
+    processes = FleetProcesses(FleetPlan.create(fleet(), tmp_path / "fleet", tmp_path), print)
+    try:
+        await processes.start()
+        (url,) = processes.plan.gateway_urls
+        async with dashboard(url) as page, asking(url):
+            await shows_traffic(page)
+            await shows_a_degraded_link(page, processes)
+            await shows_a_dead_engine(page, processes)
+            assert page.errors == []
+    finally:
+        await processes.stop()
+
+
+async def shows_traffic(page: Page) -> None:
+    await page.until("document.querySelectorAll('#decisions tbody tr.remote').length > 5")
+    await page.until("document.querySelector('.dots.remote').getAttribute('d')?.length > 100")
+    await page.until("/KV came/.test(document.querySelector('#decisions tbody').textContent)")
+    estimates = await page.texts("#decisions tbody tr.remote .estimates")
+    assert all(each.count(" ") >= 2 and "–" not in each for each in estimates), estimates
+    assert "remote is faster" in await page.texts("#reasons tbody th")
+    assert set((await page.value(STATES)).values()) == {"up"}
+    assert await page.texts("#policy h3") == ["active", "shadow"]
+    await page.until(
+        "/ 0\\.\\d+ s|ms/.test(document.querySelector('#latency tr.remote').innerText)"
+    )
+    await page.until("/B\\/s/.test(document.querySelector('#links tbody').textContent)")
+    await page.until("document.querySelectorAll('#topology .flow').length > 0")
+    assert "2 of 2 decode engines up" in await page.value(
+        "document.querySelector('#topology svg').getAttribute('aria-label')"
+    )
+
+
+async def shows_a_dead_engine(page: Page, processes: FleetProcesses) -> None:
+    await processes.carry_out(FleetFault(at_s=0, do="kill", what="d-0-engine"))
+    await page.until(f"({STATES})['d-0'] === 'down'")
+    await page.until("/d-0 is down/.test(document.querySelector('#live').textContent)")
+    await page.until("document.querySelectorAll('#topology .node.down').length === 1")
+    await page.until(
+        "[...document.querySelectorAll('#decisions tbody tr')].slice(0, 3)"
+        ".every(r => /KV came|answering|prefilling|done/.test(r.innerText))"
+    )
+
+
+async def shows_a_degraded_link(page: Page, processes: FleetProcesses) -> None:
+    slow = FleetLink(mbit_s=200, rtt_ms=300)
+    await processes.carry_out(FleetFault(at_s=0, do="link", what="fra", link=slow))
+    seen = "(text => parseFloat(text) * (/ ms/.test(text) ? 0.001 : 1))"
+    await page.until(f"Object.values({LINKS}).some(cells => {seen}(cells[4]) > 0.2)", 60)
