@@ -31,6 +31,8 @@ def rank_engines(
     Engines of known speed are compared by the time to work off what waits there and then this
     prompt, of which the cached part costs nothing; and once more by this prompt's own time, for
     others will wait for it. So what shares a prefix stays together, unless that is much slower.
+    Each request that is there already counts for a decode step, which they all will share: it is
+    what tells engines apart whose prompts are prefilled elsewhere.
     Engines of unknown speed are compared by what is not cached there and how many requests they
     have, and what ties is spread by `key`.
     """
@@ -45,7 +47,8 @@ def rank_engines(
         if known and local.curve.known:
             ahead_s = local.curve.seconds(load.queue_tokens + load.sent_tokens)
             own_s = local.curve.seconds(prompt_tokens - cached, cached)
-            return (not option.usable, round(ahead_s + 2 * own_s, 3), busy, spread)
+            shared_s = busy * load.decode_step_s
+            return (not option.usable, round(ahead_s + 2 * own_s + shared_s, 3), busy, spread)
         waiting = busy * REQUEST_TOKENS + prompt_tokens - cached
         return (not option.usable, waiting, busy, spread)
 

@@ -45,6 +45,13 @@ def test_what_was_sent_there_just_now_counts_as_cached() -> None:
     )  # fmt: skip
 
 
+def test_a_slightly_faster_engine_does_not_get_everything() -> None:
+    faster = PrefillCurve(0.01, 0.0009, 0.0, 256)
+    full = option("a", curve=faster, running=20, waiting=30, decode_step_s=0.02)
+    assert order(full, option("b", running=5, decode_step_s=0.02))[0] == "b"
+    assert order(option("a", curve=faster), option("b", decode_step_s=0.02))[0] == "a"
+
+
 def test_the_unusable_come_last_whatever_they_have() -> None:
     gone = option("a", matched=1000, usable=False)
     assert order(gone, option("b", queue_tokens=10**6)) == ["b", "a"]
