@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -34,7 +35,7 @@ class SentLedger:
     """Counts a dispatch from when it leaves until the load of its place includes it.
 
     A remote one has two halves: its tokens count at P until P's agent names the transfer, its bytes
-    on the link until D's agent does. A local one has no transfer id, so it counts until D reports a
+    on the link, and it as a request at D, until D's agent does. A local one has no transfer id, so it counts until D reports a
     load that is clearly younger, or its first token comes. Keys are our own ids; nothing to close.
     """
 
@@ -45,6 +46,7 @@ class SentLedger:
         self._bytes: dict[str, _Entry] = {}
         self._local: dict[str, _Entry] = {}
         self._sums: dict[str, Unshown] = defaultdict(Unshown)
+        self._staged: dict[str, int] = {}
 
     def add_local(self, key: str, engine: str, tokens: int, now: float) -> None:
         self._add(self._local, key, _Entry(engine, tokens, 0, 0, now))
@@ -91,9 +93,13 @@ class SentLedger:
     def unshown(self, place: str) -> Unshown:
         return self._sums.get(place) or _NOTHING
 
+    def sums(self) -> Mapping[str, Unshown]:
+        """Of all places where anything is."""
+        return self._sums
+
     def raw_bytes(self, engine: str) -> int:
         """Staging that transfers not yet shown will take at `engine`."""
-        return sum(entry.raw_bytes for entry in self._bytes.values() if entry.engine == engine)
+        return self._staged.get(engine, 0)
 
     def __len__(self) -> int:
         return len(self._tokens.keys() | self._bytes.keys() | self._local.keys())
@@ -114,7 +120,11 @@ class SentLedger:
         sums.tokens += sign * entry.tokens
         sums.raw_bytes += sign * entry.raw_bytes
         sums.wire_bytes += sign * entry.wire_bytes
-        if table is not self._bytes:
+        if table is self._bytes:  # whose request is one of the engine's that waits for them
+            self._staged[entry.engine] = self._staged.get(entry.engine, 0) + sign * entry.raw_bytes
+            self._sums[entry.engine].requests += sign
+        else:
             sums.requests += sign
-        if not (sums.requests or sums.tokens or sums.raw_bytes or sums.wire_bytes):
-            del self._sums[entry.place]
+        for place in {entry.place, entry.engine} - {""}:
+            if self._sums[place] == _NOTHING:
+                del self._sums[place]
