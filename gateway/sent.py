@@ -35,8 +35,9 @@ class SentLedger:
     """Counts a dispatch from when it leaves until the load of its place includes it.
 
     A remote one has two halves: its tokens count at P until P's agent names the transfer, its bytes
-    on the link, and it as a request at D, until D's agent does. A local one has no transfer id, so it counts until D reports a
-    load that is clearly younger, or its first token comes. Keys are our own ids; nothing to close.
+    on the link, and it as a request at D, until D's agent does. A local one has no transfer id, so
+    it counts until D reports a load that is clearly younger, or its first token comes. Keys are our
+    own ids; nothing to close.
     """
 
     def __init__(self, settle_s: float) -> None:
