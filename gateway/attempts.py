@@ -83,7 +83,7 @@ class Attempts:
             record.recent_tokens = self._engines.sent(engine, prompt.chains)
             last = len(record.tried) >= most
             try:
-                with engine.serving():
+                with engine.serving:
                     answer = await self._attempt(engine, job)
             except EngineUnavailable as exc:
                 self._engines.failed(engine)
@@ -133,7 +133,7 @@ class Attempts:
             body = job.inbound.body
         else:
             params = self._dispatcher.dispatch(record, job.salt, visit.name)
-            body = rewrite(parsed, params.to_dict() if params else None, job.salt or None)
+            body = rewrite(parsed, params, job.salt or None)
         self._note_dispatch(record)
         # 6. D's agent carries out the plan; `Outcomes.came` hears how it went.
         # 7. Nothing goes to the client before the engine's first event; then all of it does.
@@ -185,7 +185,7 @@ class Attempts:
             request_id=job.record.request_id,
             prompt_tokens=prompt.tokens,
             max_tokens=parsed.max_tokens,
-            features=parsed.features | prompt.features,
+            features=parsed.features | prompt.features if prompt.features else parsed.features,
             quality=job.record.kv_quality,
             cache_known=self._view.cache_known(engine) and (prompt.tokenised or job.short),
             short=job.short,

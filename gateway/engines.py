@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 
 from gateway.cluster_view import ClusterView
 from gateway.engine_choice import EngineOption, rank_engines
@@ -25,6 +24,21 @@ SLOW_START_PER_S = 4.0
 its caches are cold, and what waits for it would come all at once."""
 
 
+class Serving:
+    """While a request is at an engine: enter it each time."""
+
+    __slots__ = ("_engine",)
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def __enter__(self) -> None:
+        self._engine.in_flight += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self._engine.in_flight -= 1
+
+
 class Engine:
     """One decode engine as the gateway sees it; borrows its upstream."""
 
@@ -40,6 +54,7 @@ class Engine:
         self.upstream = upstream
         self.in_flight = 0
         """Requests of this gateway there."""
+        self.serving = Serving(self)
         self._clock = clock
         self._on_change = on_change
         self._back_at: float | None = None
@@ -55,15 +70,6 @@ class Engine:
             return True
         age_s = self._clock.now() - self._back_at
         return age_s > SLOW_START_S or self.in_flight < 1 + SLOW_START_PER_S * age_s
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """While a request is there."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
 
     def came_back(self) -> None:
         """It failed, and does not any more."""

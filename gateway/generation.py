@@ -155,8 +155,9 @@ class Generation:
         """With comments for a client who would wait for long, after which an error is an event."""
         sink = job.sink
         kept = KeepaliveSink(sink, stream_headers(job.record), self._limits.sse_keepalive_s)
+        job.sink = kept
         try:
-            answer = await self._attempts.run(job.to(kept))
+            answer = await self._attempts.run(job)
             if isinstance(answer, WholeAnswer) and sink.started:
                 return await end_refused(kept, answer)
             return answer

@@ -64,6 +64,10 @@ class Connection(asyncio.Protocol):
         return f"<Connection {self.state} exchanges={self.exchanges}>"
 
     @property
+    def idle_s(self) -> float:
+        return self._loop.time() - self.idle_since
+
+    @property
     def usable(self) -> bool:
         """A request may be sent, as far as can be known on this side."""
         transport = self._transport
@@ -88,15 +92,15 @@ class Connection(asyncio.Protocol):
         else:
             self._transport.writelines((head, body))  # large ones are not copied
 
-    async def head(self) -> tuple[int, Headers]:
-        """Status and headers once they are here. Raises Broken."""
+    def head(self) -> tuple[int, Headers] | None:
+        """Status and headers; None where `more` has to be awaited first. Raises Broken."""
         parser = self._parser
         assert parser is not None
-        while parser.headers is None:
-            if self._failure is not None:
-                raise self._failure
-            await self.more()
-        return parser.status, parser.headers
+        if parser.headers is not None:
+            return parser.status, parser.headers
+        if self._failure is not None:
+            raise self._failure
+        return None
 
     def take(self) -> bytes | None:
         """What arrived of the body since the last call; empty at its end, None where `more` has to
@@ -117,6 +121,13 @@ class Connection(asyncio.Protocol):
         if self._failure is not None:
             raise self._failure
         return None
+
+    def take_whole(self) -> bytes:
+        """The whole body where it has come in one piece; else nothing is taken."""
+        parser = self._parser
+        if parser is None or not parser.complete or len(parser.body) != 1:
+            return b""
+        return self.take() or b""
 
     @property
     def has_news(self) -> bool:

@@ -87,10 +87,9 @@ class Pool:
 
     def take_idle(self) -> Connection | None:
         """One that is open, as far as can be known, and has not been idle for too long."""
-        oldest = asyncio.get_running_loop().time() - self._limits.engine_idle_s
         while self._idle:
             connection = self._idle.pop()
-            if connection.usable and connection.idle_since >= oldest:
+            if connection.usable and connection.idle_s <= self._limits.engine_idle_s:
                 return connection
             connection.abort()
         return None

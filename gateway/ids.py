@@ -14,13 +14,14 @@ class Ids:
     """
 
     def __init__(self) -> None:
-        self._page = b""
+        self._page = ""
         self._at = 0
 
     def hex(self, size: int) -> str:
         """`size` bytes, which are never given out again."""
-        end = self._at + size
+        at = self._at
+        end = at + 2 * size
         if end > len(self._page):
-            self._page, end = os.urandom(max(PAGE_BYTES, size)), size
-        at, self._at = end - size, end
-        return self._page[at:end].hex()
+            self._page, at, end = os.urandom(max(PAGE_BYTES, size)).hex(), 0, 2 * size
+        self._at = end
+        return self._page[at:end]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,7 +28,7 @@ class Inbound(msgspec.Struct, frozen=True):
     visit: Visit = ANYBODY
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Job:
     """One understood request; `record` is where attempts write down what became of it."""
 
@@ -40,7 +40,3 @@ class Job:
     record: RequestRecord
     short: bool
     """Too short for its prompt to matter."""
-
-    def to(self, sink: ClientSink) -> Job:
-        """The same, answered by way of `sink`."""
-        return replace(self, sink=sink)

@@ -215,7 +215,7 @@ class Passing:
         }
         answer: WholeAnswer | Relayed
         try:
-            with engine.serving():
+            with engine.serving:
                 async with engine.upstream.post(inbound.api.path, headers, sent) as response:
                     kind = response.headers.get("content-type", "")
                     if response.status == 200 and kind.startswith(EVENT_STREAM):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from prfaas.errors import Forbidden, InvalidRequest
 from prfaas.quality import Quality
 from prfaas.settings import GatewaySettings
@@ -16,11 +18,11 @@ def quality_of(header: str, settings: GatewaySettings, tenant: Tenant | None = N
     Raises InvalidRequest for what is no class or is worse than requests may ask for, Forbidden for
     what is worse than this tenant's may.
     """
-    limit = Quality(settings.kv_quality_limit)
-    worst = limit if tenant is None or tenant.kv_quality is None else Quality(tenant.kv_quality)
+    of_tenant = None if tenant is None else tenant.kv_quality
     if not header:
-        default = Quality(settings.kv_quality)
-        return min(default, worst, key=lambda quality: quality.rank)
+        return _default(settings.kv_quality, settings.kv_quality_limit, of_tenant)
+    limit = Quality(settings.kv_quality_limit)
+    worst = limit if of_tenant is None else Quality(of_tenant)
     allowed = limit.allowed
     if header not in list(allowed):
         raise InvalidRequest(
@@ -33,6 +35,13 @@ def quality_of(header: str, settings: GatewaySettings, tenant: Tenant | None = N
             param=QUALITY_HEADER,
         )
     return Quality(header)
+
+
+@cache
+def _default(wanted: str, limit: str, of_tenant: str | None) -> Quality:
+    """Of a request that asks for nothing."""
+    worst = Quality(limit if of_tenant is None else of_tenant)
+    return min(Quality(wanted), worst, key=lambda quality: quality.rank)
 
 
 def salt_of(salt: str, quality: Quality) -> str:

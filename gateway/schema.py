@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from prfaas.errors import InvalidRequest
+from prfaas.transfer import TransferParams
 
 T = TypeVar("T")
 
@@ -183,7 +184,9 @@ def top_level(body: bytes) -> dict[str, msgspec.Raw]:
 
 
 def rewrite(
-    parsed: ParsedRequest, transfer: Mapping[str, Any] | None, cache_salt: str | None
+    parsed: ParsedRequest,
+    transfer: TransferParams | Mapping[str, Any] | None,
+    cache_salt: str | None,
 ) -> bytes:
     """The body for the engine: the client's, less its transfer fields, with ours.
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 from prfaas.errors import ProtocolError
 
 _ENDS = (b"\n\n", b"\r\n\r\n")
 _DONE = (b"data: [DONE]", b"data:[DONE]")
 _ERROR = (b'data: {"error"', b'data:{"error"')
+_LINE = re.compile(rb"[^\r\n]+")
 
 
 class SseSplitter:
@@ -51,9 +55,11 @@ class SseSplitter:
         self.events += count
 
 
-def data_payloads(events: bytes) -> list[bytes]:
-    """The payloads of all `data:` events in whole events, in order."""
-    return [line[5:].strip() for line in events.splitlines() if line.startswith(b"data:")]
+def data_payloads(events: bytes) -> Iterator[bytes]:
+    """The payloads of all `data:` events in whole events, in order; found as they are asked for."""
+    for line in _LINE.finditer(events):
+        if (text := line[0]).startswith(b"data:"):
+            yield text[5:].strip()
 
 
 def _at_line_start(whole: bytes, marks: tuple[bytes, ...]) -> bool:

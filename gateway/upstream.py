@@ -184,7 +184,7 @@ class _Exchange:
         assert connection is not None
         if (connection.content_length or 0) > limit_bytes and self._method != "HEAD":
             raise self._too_large(limit_bytes)
-        body = await self.next_piece()
+        body = connection.take_whole() or await self.next_piece()
         if len(body) == connection.content_length:
             return body
         parts = []
@@ -200,10 +200,12 @@ class _Exchange:
     async def _ask(self, connection: Connection) -> _Exchange:
         try:
             connection.send(self._method, self._head, self._body)
-            self.status, self.headers = await connection.head()
+            while (head := connection.head()) is None:
+                await connection.more()
         except BaseException:
             self._pool.give_back(connection)
             raise
+        self.status, self.headers = head
         self._connection = connection
         return self
 

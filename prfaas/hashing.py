@@ -14,6 +14,8 @@ import numpy as np
 
 BlockHash = bytes
 HASH_BYTES = 16
+ID_BYTES = 4
+"""Of a token id as it is hashed."""
 
 
 def root_hash(salt: str) -> BlockHash:
@@ -29,11 +31,13 @@ def block_hash(parent: BlockHash, tokens: Sequence[int] | np.ndarray) -> BlockHa
 
 def block_chain(tokens: Sequence[int], block_tokens: int, salt: str = "") -> list[BlockHash]:
     """Hashes of all whole blocks of `tokens`, in order; the partial last block has none."""
-    ids = np.asarray(tokens, dtype="<u4")
+    data = np.asarray(tokens, dtype="<u4").tobytes()
+    size = block_tokens * ID_BYTES
     parent = root_hash(salt)
     chain: list[BlockHash] = []
-    for start in range(0, len(ids) - block_tokens + 1, block_tokens):
-        parent = block_hash(parent, ids[start : start + block_tokens])
+    for start in range(0, len(data) - size + 1, size):
+        block = data[start : start + size]
+        parent = hashlib.blake2b(block, digest_size=HASH_BYTES, key=parent).digest()
         chain.append(parent)
     return chain
 

@@ -17,15 +17,17 @@ class Quality(enum.StrEnum):
     @property
     def allowed(self) -> tuple[Quality, ...]:
         """The classes that a request of this class may be served with: it and all better ones."""
-        order = tuple(Quality)
-        return order[: order.index(self) + 1]
+        return _ORDER[: self.rank + 1]
 
     @property
     def rank(self) -> int:
         """0 for the best."""
-        return tuple(Quality).index(self)
+        return _ORDER.index(self)
 
     @classmethod
     def worst(cls, classes: Iterable[Quality]) -> Quality:
         """The class of what was made with all of these."""
         return max(classes, key=lambda each: each.rank, default=cls.EXACT)
+
+
+_ORDER = tuple(Quality)

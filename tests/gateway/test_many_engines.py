@@ -245,7 +245,7 @@ async def test_a_broken_engine_is_tried_again_and_comes_back_slowly(make_fleet: 
             assert at < 200
             await fleet.served_by(completion(long_prompt(500, f"{at} "), stream=True))
         engine = fleet.gateway.engines["d-0"]
-        with engine.serving(), engine.serving(), engine.serving(), engine.serving():
+        with engine.serving, engine.serving, engine.serving, engine.serving:
             assert not engine.has_room
             assert not fleet.gateway.engines.usable(engine)
 

@@ -60,6 +60,6 @@ def test_an_event_without_end_is_refused() -> None:
 
 
 def test_payloads_are_found_between_other_lines() -> None:
-    found = data_payloads(b': c\n\nevent: m\ndata:  {"a":1} \n\ndata: 2\n\n')
+    found = list(data_payloads(b': c\n\nevent: m\ndata:  {"a":1} \n\ndata: 2\n\n'))
     assert found == [b'{"a":1}', b"2"]
-    assert data_payloads(b": c\n\n") == []
+    assert list(data_payloads(b": c\n\n")) == []
