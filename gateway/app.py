@@ -27,12 +27,14 @@ from gateway.live_policy import LivePolicy, MakePolicy
 from gateway.metrics import GatewayMetrics, LiveSources
 from gateway.passing import Passing
 from gateway.records import RecordBook
+from gateway.state.starting import state_of
 from gateway.tenancy.tenancy import tenancy_of
 from gateway.tokenise import PromptTokenizer, Tokeniser
 from gateway.tokenizer_check import TokenizerCheck
 from gateway.upstream import HttpUpstream
 from gateway.watch import WatchClient, watch_endpoints
 from prfaas.clock import SYSTEM_CLOCK, Clock
+from prfaas.cluster_state import ClusterStore
 from prfaas.dialling import ends_at, open_files
 from prfaas.errors import ConfigError
 from prfaas.http_log import server_logger
@@ -67,8 +69,11 @@ class Gateway:
         tokenizer: PromptTokenizer | None,
         clock: Clock = SYSTEM_CLOCK,
         make_policy: MakePolicy | None = None,
+        store: ClusterStore | None = None,
     ) -> None:
-        """`make_policy` makes canary and shadow, and what changed files name."""
+        """`make_policy` makes canary and shadow, and what changed files name; `store` is where it
+        meets other gateways, in place of the Redis that settings name.
+        """
         check_settings(settings)
         gateway, limits = settings.gateway, settings.limits
         files = open_files(gateway.tls, "client", "gateway.tls")
@@ -105,6 +110,9 @@ class Gateway:
             self.budget,
             self._ids,
             clock,
+        )
+        self.state = state_of(
+            gateway.state, self.view, self.tenancy, self.policy, self.metrics.state, clock, store
         )
         self.abilities = Abilities(limits, clock)
         for endpoint in gateway.engines:
@@ -188,6 +196,9 @@ class Gateway:
             await runner.setup()
             self.port = await front.start(self._settings.host, self._settings.port)
             logger.info("listening on %s:%d", self._settings.host, self.port)
+            if self.state is not None:
+                self.state.address = f"{self._settings.host}:{self.port}"
+                tasks.append(asyncio.create_task(self.state.run()))
             yield self
         finally:
             self.dashboard.close()
@@ -196,6 +207,8 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.tokenizer_check.close()
+            if self.state is not None:
+                await self.state.close()
             self.generation.close()
             if self.tenancy is not None:
                 self.tenancy.close()

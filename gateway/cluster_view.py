@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
 from gateway.breakers import Breakers
+from gateway.neighbours import Neighbours
 from gateway.prefix_index import ExactPrefixIndex
-from gateway.sent import SentLedger
+from gateway.sent import SentLedger, Unshown
 from gateway.tokenise import Chains
 from prfaas.clock import SYSTEM_CLOCK, Clock
 from prfaas.limits import Limits
@@ -82,6 +83,7 @@ class ClusterView:
         self.index = index or ExactPrefixIndex()
         self.breakers = Breakers(clock)
         self.sent = SentLedger(settle_s=limits.watch_interval_s)
+        self.neighbours = Neighbours()
         self.feeds: dict[str, Feed] = {}
         self._unfed_known: dict[tuple[str, int, int, int], Snapshot] = {}
         self._watched = frozenset(e.name for e in settings.engines if e.agent is not None)
@@ -170,9 +172,12 @@ class ClusterView:
         """What a snapshot says of `engine` itself, with ages as of now."""
         return self._local(engine, chains, self._clock.now())
 
+    def _unshown(self, place: str) -> Unshown:
+        return self.neighbours.unshown(place, self.sent.unshown(place))
+
     def _unfed(self, engine: str, fallback_free_tokens: int) -> Snapshot:
         """Where no agent tells anything, snapshots repeat, and one is made once."""
-        unshown = self.sent.unshown(engine)
+        unshown = self._unshown(engine)
         key = (engine, unshown.tokens, unshown.requests, fallback_free_tokens)
         known = self._unfed_known.get(key)
         if known is None:
@@ -188,7 +193,7 @@ class ClusterView:
     def _local(self, name: str, chains: Chains, now: float) -> LocalEngine:
         feed = self.feeds.get(name)
         if feed is None:  # an OpenAI server without our connector: it is never offloaded from
-            unshown = self.sent.unshown(name)
+            unshown = self._unshown(name)
             load = EngineLoad(sent_tokens=unshown.tokens, sent_requests=unshown.requests)
             return LocalEngine(name, load, UNKNOWN_CURVE, 0, offload_ready=False)
         info, load = feed.engine, self._load(feed, now)
@@ -210,7 +215,7 @@ class ClusterView:
         feed = self.feeds[place_of(peer)]
         info = feed.engine
         link = d_feed.links.get((peer.peer, peer.instance)) if d_feed is not None else None
-        unshown = self.sent.unshown(feed.place)
+        unshown = self._unshown(feed.place)
         return RemoteInstance(
             peer=peer.peer,
             instance=peer.instance,
@@ -218,7 +223,12 @@ class ClusterView:
             load=self._load(feed, now),
             curve=curve_of(info),
             matched_tokens=self._matched(feed, chains),
-            link=_link_state(link, d_feed, unshown.wire_bytes, now),
+            link=self.neighbours.measured(
+                peer.peer,
+                peer.instance,
+                _link_state(link, d_feed, unshown.wire_bytes, now),
+                now,
+            ),
             free_retention_bytes=max(0, info.free_retention_bytes - unshown.raw_bytes),
             ready=info.ready
             and _has_role(info, "prefill")
@@ -228,7 +238,7 @@ class ClusterView:
         )
 
     def _load(self, feed: Feed, now: float) -> EngineLoad:
-        info, unshown = feed.engine, self.sent.unshown(feed.place)
+        info, unshown = feed.engine, self._unshown(feed.place)
         return EngineLoad(
             queue_tokens=info.queue_tokens,
             waiting=info.waiting,
@@ -338,4 +348,5 @@ def describe(view: ClusterView, fallback_free_tokens: int) -> Mapping[str, objec
             for feed in view.feeds.values()
         ],
         "unshown_requests": len(view.sent),
+        "other_gateways": [member.address or member.id for member in view.neighbours.members],
     }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,7 @@ class LivePolicy:
             if chosen is not None:
                 self._settings[role] = chosen
                 self._running[role] = Running(self._made(chosen), 1)
+        self._published: str | None = None
         self._stamps = {role: _stamp(chosen.file) for role, chosen in self._settings.items()}
 
     def __repr__(self) -> str:
@@ -168,6 +170,35 @@ class LivePolicy:
             self._running[role] = Running(policy, old.version + 1)
             logger.info("the %s policy is %s, version %d", role, policy.name, old.version + 1)
             self._events.policy_changed(role, "loaded")
+            if role == ACTIVE:
+                self._published = await asyncio.to_thread(_text_of, chosen.file)
+
+    def published(self) -> str | None:
+        """Text of the active policy's file, if it was taken over since this was last asked."""
+        text, self._published = self._published, None
+        return text
+
+    async def adopt(self, text: str) -> None:
+        """Take over as the active policy what another gateway has taken over, where it is good."""
+        if self._make is None:
+            return
+        old = self._running[ACTIVE]
+        try:
+            policy = await asyncio.to_thread(self._of_text, text)
+        except ConfigError as exc:
+            logger.error("the policy of another gateway is not taken over: %s", exc.message)
+            self._events.policy_changed(ACTIVE, "refused")
+            return
+        self._before[ACTIVE] = old
+        self._running[ACTIVE] = Running(policy, old.version + 1)
+        logger.info("the active policy is %s, of another gateway", policy.name)
+        self._events.policy_changed(ACTIVE, "loaded")
+
+    def _of_text(self, text: str) -> RoutingPolicy[Any]:
+        with tempfile.TemporaryDirectory(prefix="prfaas-policy-") as folder:
+            file = Path(folder) / "policy.yaml"
+            file.write_text(text)
+            return self._made(PolicySettings(file=file))
 
     def _made(self, settings: PolicySettings) -> RoutingPolicy[Any]:
         if self._make is None:
@@ -229,6 +260,13 @@ def _share_of(key: str) -> float:
     """A number in [0, 1) that is the same for the same key."""
     digest = hashlib.blake2b(key.encode(), digest_size=8, person=b"prfaas-canary").digest()
     return int.from_bytes(digest, "big") / 2**64
+
+
+def _text_of(file: Path) -> str | None:
+    try:
+        return file.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _stamp(file: Path | None) -> tuple[int, int, int] | None:

@@ -20,6 +20,7 @@ from gateway.engines import Engines
 from gateway.histogram import Histogram
 from gateway.live_policy import Chosen
 from gateway.records import RequestRecord
+from gateway.state.metrics import StateMetrics
 from gateway.tenancy.metrics import TenantMetrics
 from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
@@ -117,6 +118,7 @@ class GatewayMetrics:
         )
         self.e2e = self._histogram("e2e_seconds", "To the end of the answer.", E2E_BUCKETS)
         self.tenants = TenantMetrics(self.registry)
+        self.state = StateMetrics(self.registry)
 
     def watch(self, sources: LiveSources) -> None:
         """Add the gauges that are read from live state when scraped."""

@@ -167,6 +167,14 @@ class IncompatibleLayout(PrfaasError):
     grpc_code = "PERMISSION_DENIED"
 
 
+class StateUnavailable(PrfaasError):
+    """The store that gateways share could not be reached, or refused."""
+
+    kind = "state_unavailable"
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+
+
 class Cancelled(PrfaasError):
     """The caller went away, or asked to stop."""
 

@@ -243,6 +243,40 @@ class GatewaySettings(Section):
     )
     engines: tuple[EngineEndpoint, ...] = Field((), description="Decode engines.")
     peers: tuple[PeerEndpoint, ...] = Field((), description="Prefill instances.")
+class StateSettings(Section):
+    """What several gateways share (docs/state.md)."""
+
+    redis: SecretStr | None = Field(
+        None,
+        description="URL of Redis, `redis://USER:PASSWORD@HOST:PORT/DB`, `rediss://` with TLS or "
+        "`unix://`; none: this gateway is alone.",
+    )
+    redis_ca: Path | None = Field(
+        None, description="PEM file of the CAs of its certificate; none: the system's."
+    )
+    redis_cert: Path | None = Field(None, description="PEM file: our certificate, if it asks.")
+    redis_key: Path | None = Field(None, description="PEM file: the private key of that.")
+    prefix: str = Field(
+        "prfaas",
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Gateways with one prefix share; its keys are `{PREFIX}:...`.",
+    )
+    interval_s: float = Field(
+        0.1, ge=0.01, le=10, description="Between two exchanges with the others."
+    )
+    timeout_s: float = Field(0.5, gt=0, description="An exchange that takes longer has failed.")
+    member_ttl_s: float = Field(
+        3.0, gt=0, description="A gateway that is not heard of for so long is gone."
+    )
+    expected_gateways: int = Field(
+        2, ge=1, description="So many share each budget, for a gateway that hears of none."
+    )
+    share_policy: bool = Field(
+        False,
+        description="A policy file that changes at one gateway while it runs is taken over by all.",
+    )
+
+
     policy: PolicySettings = Field(PolicySettings(), description="Routing policy.")
     canary: PolicySettings | None = Field(
         None, description="Another policy that decides for `canary_share` of the requests."
@@ -278,6 +312,7 @@ class GatewaySettings(Section):
     kv_quality_limit: QualityName = Field(
         "compact", description="The worst class that a request may name; `tight` is opt-in."
     )
+    state: StateSettings = Field(StateSettings(), description="What several gateways share.")
     short_body_bytes: int = Field(
         1024, ge=0, description="Bodies up to this size stay local without being tokenised."
     )

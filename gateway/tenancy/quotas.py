@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from prfaas.cluster_state import BucketKey, Spend
 from prfaas.errors import RateLimited
 from prfaas.tenants import Tenant
 
@@ -22,9 +23,6 @@ REQUESTS, TOKENS, DAILY, CONCURRENT = (
     "tokens_per_day",
     "concurrent_requests",
 )
-
-BucketKey = tuple[str, str]
-"""Tenant and limit."""
 
 
 class Bucket:
@@ -61,18 +59,6 @@ class Bucket:
     def spend(self, cost: float) -> None:
         self.level -= cost
         self.spent += cost
-
-
-@dataclass(frozen=True, slots=True)
-class Spend:
-    """What a gateway has used of a bucket since it last said so."""
-
-    key: BucketKey
-    capacity: float
-    period_s: float
-    spent: float
-    level: float
-    """Of the whole budget, as this gateway knows it: where nobody else remembers."""
 
 
 @dataclass(slots=True)

@@ -1,0 +1,83 @@
+"""A store in memory, for gateways of one process."""
+
+from __future__ import annotations
+
+import uuid
+
+from prfaas.clock import Clock
+from prfaas.cluster_state import (
+    BucketKey,
+    Member,
+    Report,
+    Shared,
+    SharedPolicy,
+    Spend,
+)
+
+
+class _Bucket:
+    __slots__ = ("at", "capacity", "level", "period_s", "seq")
+
+    def __init__(self, spend: Spend, now: float) -> None:
+        self.capacity = spend.capacity
+        self.period_s = spend.period_s
+        self.level = min(spend.capacity, spend.level)
+        self.at = now
+        self.seq = 0
+
+    def refill(self, now: float) -> None:
+        gained = max(0.0, now - self.at) * self.capacity / self.period_s
+        self.level = min(self.capacity, self.level + gained)
+        self.at = now
+
+
+class MemoryStore:
+    """Owns what gateways told; nothing to close."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, as a store that was restarted."""
+        self._epoch = uuid.uuid4().hex
+        self._seq = 0
+        self._members: dict[str, tuple[float, Member]] = {}
+        self._buckets: dict[BucketKey, _Bucket] = {}
+        self._policy = SharedPolicy(0, "")
+
+    async def exchange(self, report: Report) -> Shared:
+        now = self._clock.now()
+        self._members[report.member.id] = (now + report.ttl_s, report.member)
+        self._members = {k: v for k, v in self._members.items() if v[0] > now}
+        for spend in report.spends:
+            bucket = self._buckets.get(spend.key)
+            if bucket is None:
+                bucket = self._buckets[spend.key] = _Bucket(spend, now)
+            bucket.refill(now)
+            bucket.capacity, bucket.period_s = spend.capacity, spend.period_s
+            bucket.level = min(bucket.level, spend.capacity) - spend.spent
+            self._seq += 1
+            bucket.seq = self._seq
+        if report.publish is not None and report.publish != self._policy.text:
+            self._policy = SharedPolicy(self._policy.version + 1, report.publish)
+        since = report.since if report.epoch == self._epoch else 0
+        levels = {}
+        for key, bucket in self._buckets.items():
+            if bucket.seq > since:
+                bucket.refill(now)
+                levels[key] = bucket.level
+        known = report.policy_version if report.epoch == self._epoch else 0
+        return Shared(
+            self._epoch,
+            self._seq,
+            tuple(member for _, member in self._members.values()),
+            levels,
+            self._policy if self._policy.version > known else None,
+        )
+
+    async def leave(self, member_id: str) -> None:
+        self._members.pop(member_id, None)
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,160 @@
+"""A store in Redis, for gateways anywhere in a region."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import uuid
+from collections.abc import Awaitable
+from typing import Any, cast
+
+import msgspec
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from gateway.state.redis_script import EXCHANGE, KEYS, LEAVE
+from prfaas.cluster_state import BucketKey, Member, Report, Shared, SharedPolicy
+from prfaas.errors import ConfigError, StateUnavailable
+from prfaas.settings import StateSettings
+
+MAX_REASON_CHARS = 200
+SEPARATOR = "|"
+"""Between tenant and limit; no tenant's name holds one."""
+
+
+class RedisStore:
+    """Owns a connection to Redis, made anew where it broke; close it with `close`.
+
+    Nothing is tried twice here: the loop that exchanges does that, with what is true by then.
+    """
+
+    def __init__(self, settings: StateSettings) -> None:
+        """Raises ConfigError where the URL is none, which it does not repeat."""
+        assert settings.redis is not None
+        self._timeout_s = settings.timeout_s
+        self._keys = [f"{{{settings.prefix}}}:{name}" for name in KEYS]
+        self._encoder = msgspec.json.Encoder()
+        self._member = msgspec.json.Decoder(Member)
+        options: dict[str, Any] = {}
+        url = settings.redis.get_secret_value()
+        if url.startswith("rediss://"):
+            options = {
+                "ssl_cert_reqs": "required",
+                "ssl_check_hostname": True,
+                "ssl_min_version": ssl.TLSVersion.TLSv1_2,
+            }
+            for name, path in (
+                ("ssl_ca_certs", settings.redis_ca),
+                ("ssl_certfile", settings.redis_cert),
+                ("ssl_keyfile", settings.redis_key),
+            ):
+                if path is not None:
+                    options[name] = str(path)
+        try:
+            self._client = redis.asyncio.Redis.from_url(
+                url,
+                socket_timeout=settings.timeout_s,
+                socket_connect_timeout=settings.timeout_s,
+                retry=Retry(NoBackoff(), 0),
+                max_connections=4,
+                client_name="prfaas-gateway",
+                **options,
+            )
+        except (ValueError, TypeError) as exc:
+            raise ConfigError(
+                "gateway.state.redis: not a URL like redis://USER:PASSWORD@HOST:6379/0, "
+                "rediss://... or unix:///PATH",
+                field="gateway.state.redis",
+            ) from exc
+        self._exchange = self._client.register_script(EXCHANGE)
+        self._leave = self._client.register_script(LEAVE)
+
+    async def exchange(self, report: Report) -> Shared:
+        """Raises StateUnavailable."""
+        ask = {
+            "id": report.member.id,
+            "ttl_ms": report.ttl_s * 1000,
+            "epoch": report.epoch,
+            "new_epoch": uuid.uuid4().hex,
+            "since": report.since,
+            "policy_version": report.policy_version,
+        }
+        if report.publish is not None:
+            ask["publish"] = report.publish
+        arguments: list[bytes | str] = [
+            self._encoder.encode(ask),
+            self._encoder.encode(report.member),
+        ]
+        for spend in report.spends:
+            rate_per_ms = spend.capacity / spend.period_s / 1000
+            arguments += [
+                SEPARATOR.join(spend.key),
+                repr(spend.capacity),
+                repr(rate_per_ms),
+                repr(spend.spent),
+                repr(spend.level),
+            ]
+        answer = await self._asked(
+            cast(Awaitable[Any], self._exchange(keys=self._keys, args=arguments))
+        )
+        return self._shared(answer)
+
+    async def leave(self, member_id: str) -> None:
+        """Raises StateUnavailable."""
+        await self._asked(cast(Awaitable[Any], self._leave(keys=self._keys[:2], args=[member_id])))
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _asked(self, answer: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await answer
+        except TimeoutError as exc:
+            text = f"Redis did not answer within {self._timeout_s:g} s"
+            raise StateUnavailable(text) from exc
+        except (redis.exceptions.RedisError, OSError) as exc:
+            if isinstance(exc, redis.exceptions.ReadOnlyError):
+                # It was the primary when we connected; another one is now, under the same name.
+                await self._client.connection_pool.disconnect(inuse_connections=False)
+            raise StateUnavailable(f"Redis: {_reason(exc)}") from exc
+
+    def _shared(self, answer: Any) -> Shared:
+        """Raises StateUnavailable where it makes no sense."""
+        try:
+            epoch, seq, version, text, count = answer[:5]
+            rest = answer[5:]
+            told, levels = rest[: int(count)], rest[int(count) :]
+            policy = SharedPolicy(int(version), text.decode()) if int(version) else None
+            return Shared(
+                epoch.decode(),
+                int(seq),
+                tuple(self._member_in(at, info) for at, info in enumerate(told)),
+                {
+                    _key(name): float(level)
+                    for name, level in zip(levels[::2], levels[1::2], strict=True)
+                },
+                policy,
+            )
+        except (ValueError, TypeError, AttributeError, msgspec.MsgspecError) as exc:
+            raise StateUnavailable("Redis holds what no gateway of this version wrote") from exc
+
+    def _member_in(self, at: int, info: bytes) -> Member:
+        """One of another version may not be understood; it takes its share nevertheless."""
+        try:
+            return self._member.decode(info)
+        except msgspec.MsgspecError:
+            return Member(f"unreadable-{at}")
+
+
+def _key(name: bytes) -> BucketKey:
+    tenant, _, limit = name.decode().partition(SEPARATOR)
+    return tenant, limit
+
+
+def _reason(exc: BaseException) -> str:
+    """The class and what it says on one line, which names hosts and users but no passwords."""
+    text = " ".join(str(exc).split())[:MAX_REASON_CHARS]
+    return f"{type(exc).__name__}: {text}" if text else type(exc).__name__

@@ -1,0 +1,240 @@
+"""The loop that keeps a gateway in touch with the others. No request ever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from gateway.cluster_view import ClusterView
+from gateway.state.metrics import StateMetrics
+from gateway.tenancy.quotas import Quotas
+from prfaas.clock import Clock
+from prfaas.cluster_state import ClusterStore, LinkSample, Load, Member, Report, Shared, Spend
+from prfaas.errors import StateUnavailable
+from prfaas.settings import StateSettings
+from prfaas.tenants import Tenant
+
+logger = logging.getLogger(__name__)
+
+MAX_PAUSE_S = 2.0
+"""Between two tries while the store is away."""
+DOWN_AFTER_S = 1.0
+"""It is away after so long without an answer, and after three exchanges at least."""
+MAX_LINKS = 256
+"""Samples that one gateway tells of."""
+
+
+class PolicyExchange(Protocol):
+    """The live policy, as far as it is shared."""
+
+    def published(self) -> str | None:
+        """Text of a file that was taken over since this was last asked."""
+        ...
+
+    async def adopt(self, text: str) -> None:
+        """Take over what another gateway has; a bad one is told and changes nothing."""
+        ...
+
+
+class StateSync:
+    """Owns the store; close it with `close`, after the last request. `run` until cancelled."""
+
+    def __init__(
+        self,
+        settings: StateSettings,
+        store: ClusterStore,
+        view: ClusterView,
+        quotas: Quotas | None,
+        tenants: Callable[[], Iterable[Tenant]],
+        policy: PolicyExchange | None,
+        metrics: StateMetrics,
+        clock: Clock,
+    ) -> None:
+        """`quotas` None: nobody is told apart. `policy` None: it is not shared."""
+        self._settings = settings
+        self._store = store
+        self._view = view
+        self._quotas = quotas
+        self._tenants = tenants
+        self._policy = policy
+        self._metrics = metrics
+        self._clock = clock
+        self.id = uuid.uuid4().hex
+        self.address = ""
+        self._epoch = ""
+        self._seq = 0
+        self._policy_version = 0
+        self._publish: str | None = None
+        """Not known to have arrived."""
+        self._own_text: str | None = None
+        """To be told again to a store that has lost it."""
+        self._everything = True
+        self._heard_at: float | None = None
+        self._failures = 0
+        self._up = False
+        self._most_until = 0.0
+        """Until then nobody is taken to be gone: the store has just lost who was there."""
+        self.shares = settings.expected_gateways
+        if quotas is not None:
+            quotas.take_levels({}, {}, self.shares, clock.now())
+        metrics.watch(self)
+
+    def __repr__(self) -> str:
+        state = "up" if self._up else "down"
+        return f"<StateSync {state} shares={self.shares} failures={self._failures}>"
+
+    @property
+    def up(self) -> bool:
+        return self._up
+
+    @property
+    def age_s(self) -> float:
+        """Since the store was last heard; infinite: never."""
+        return float("inf") if self._heard_at is None else self._clock.now() - self._heard_at
+
+    async def run(self) -> None:
+        """Exchange until cancelled."""
+        while True:
+            await self.exchange()
+            pause_s = self._settings.interval_s * 2 ** min(10, max(0, self._failures - 3))
+            longest_s = max(MAX_PAUSE_S, self._settings.interval_s)
+            await asyncio.sleep(min(pause_s, longest_s))
+
+    async def exchange(self) -> None:
+        """Tell and hear once; what fails is told again with the next one."""
+        started = self._clock.now()
+        report = self._report(started)
+        self._everything = False
+        try:
+            shared = await self._store.exchange(report)
+        except StateUnavailable as exc:
+            self._failed(exc, report.spends, started)
+            return
+        except BaseException:
+            self._untold(report.spends)
+            raise
+        self._metrics.exchanged("ok", self._clock.now() - started)
+        if report.publish is not None and report.publish == self._publish:
+            self._publish = None
+        await self._take(shared, report)
+
+    async def close(self) -> None:
+        """Tell the last of what was used, and leave; as long as one exchange may take."""
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                await self._store.exchange(self._report(self._clock.now()))
+                await self._store.leave(self.id)
+        except (TimeoutError, StateUnavailable) as exc:
+            logger.warning("the others are not told that this gateway is gone: %s", exc)
+        await self._store.close()
+
+    # --- telling ---
+
+    def _report(self, now: float) -> Report:
+        quotas = self._quotas
+        spends: tuple[Spend, ...] = ()
+        if quotas is not None:
+            spends = tuple(quotas.report(now, everything=self._everything))
+        if self._policy is not None:
+            text = self._policy.published()
+            if text is not None:
+                self._publish = self._own_text = text
+        member = Member(
+            self.id,
+            self.address,
+            quotas.counts() if quotas is not None else {},
+            {
+                place: Load(sum.tokens, sum.requests, sum.raw_bytes, sum.wire_bytes)
+                for place, sum in self._view.sent.sums().items()
+            },
+            tuple(self._links(now)),
+        )
+        return Report(
+            member,
+            self._settings.member_ttl_s,
+            spends,
+            self._epoch,
+            self._seq,
+            self._policy_version,
+            self._publish,
+        )
+
+    def _links(self, now: float) -> Iterable[LinkSample]:
+        """What our engines' agents have measured."""
+        found = 0
+        for engine in self._view.engines:
+            feed = self._view.feeds.get(engine.name)
+            for link in feed.links.values() if feed is not None else ():
+                if link.goodput_bytes_per_s <= 0 or found >= MAX_LINKS:
+                    continue
+                found += 1
+                assert feed is not None
+                yield LinkSample(
+                    engine.name,
+                    link.peer,
+                    link.instance,
+                    link.goodput_bytes_per_s,
+                    link.rtt_s,
+                    link.wire_ratio,
+                    link.age_s + feed.age_s(now),
+                )
+
+    # --- hearing ---
+
+    async def _take(self, shared: Shared, report: Report) -> None:
+        now = self._clock.now()
+        if shared.epoch != self._epoch:
+            if self._epoch:
+                logger.warning("the shared state was lost; this gateway tells it what it knows")
+                self._metrics.lost()
+                self._everything = True
+                self._publish = self._publish or self._own_text
+                self._most_until = now + self._settings.member_ttl_s
+            self._policy_version = 0
+        self._epoch, self._seq = shared.epoch, shared.seq
+        self._heard_at, self._failures = now, 0
+        there = max(1, len(shared.members))
+        self.shares = max(there, self.shares) if now < self._most_until else there
+        self._view.neighbours.take(shared.members, self.id, now)
+        if self._quotas is not None:
+            others: dict[str, int] = {}
+            for member in self._view.neighbours.members:
+                for tenant, count in member.in_flight.items():
+                    others[tenant] = others.get(tenant, 0) + count
+            self._quotas.take_levels(shared.levels, others, self.shares, now)
+            self._quotas.take_caps(self._tenants())
+        if not self._up:
+            self._up = True
+            logger.info("in touch with %d other gateways", there - 1)
+        if shared.policy is not None:
+            self._policy_version = shared.policy.version
+            self._own_text = shared.policy.text
+            if self._policy is not None and shared.policy.text != report.publish:
+                await self._policy.adopt(shared.policy.text)
+
+    def _failed(self, exc: StateUnavailable, spends: Iterable[Spend], started: float) -> None:
+        now = self._clock.now()
+        self._metrics.exchanged("failed", now - started)
+        self._untold(spends)
+        self._failures += 1
+        long_ago = self.age_s > max(DOWN_AFTER_S, 3 * self._settings.interval_s)
+        if self._failures >= 3 and long_ago and (self._up or self._failures == 3):
+            self._up = False
+            logger.warning(
+                "the shared state is away (%s): this gateway goes on with what it knows, and with "
+                "1 of %d shares of each budget",
+                exc.message,
+                self.shares,
+            )
+        if self._failures >= 3 and long_ago:
+            if self._quotas is not None:
+                self._quotas.alone()
+            if self.age_s > self._settings.member_ttl_s:
+                self._view.neighbours.forget()
+
+    def _untold(self, spends: Iterable[Spend]) -> None:
+        if self._quotas is not None:
+            self._quotas.unreport(spends)

@@ -1,0 +1,111 @@
+"""What several gateways tell each other through a store, and the one method that a store has."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+BucketKey = tuple[str, str]
+"""Tenant and limit."""
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """What a gateway has sent to one place and no feed has shown yet."""
+
+    tokens: int = 0
+    requests: int = 0
+    raw_bytes: int = 0
+    wire_bytes: int = 0
+
+
+class LinkSample(msgspec.Struct, frozen=True):
+    """A link as the agent of one engine measured it; `age_s` when it was told."""
+
+    engine: str
+    peer: str
+    instance: str
+    goodput_bytes_per_s: float
+    rtt_s: float
+    wire_ratio: float
+    age_s: float
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One gateway, as it last described itself."""
+
+    id: str
+    """New with each start."""
+    address: str = ""
+    """Where it serves, for people."""
+    in_flight: dict[str, int] = {}
+    """Requests by tenant."""
+    sent: dict[str, Load] = {}
+    """By place: an engine's name, or `peer/instance`."""
+    links: tuple[LinkSample, ...] = ()
+
+
+class Spend(msgspec.Struct, frozen=True):
+    """What a gateway has used of a bucket since it last said so; less than nothing gives back."""
+
+    key: BucketKey
+    capacity: float
+    period_s: float
+    """In which a whole capacity comes back."""
+    spent: float
+    level: float
+    """Of all gateways together before this, as this one knows it: where nobody else remembers."""
+
+
+class SharedPolicy(msgspec.Struct, frozen=True):
+    """The text of a policy file that one gateway has taken over, for all others."""
+
+    version: int
+    text: str
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What one gateway says."""
+
+    member: Member
+    ttl_s: float
+    """Without another report for so long it is gone, and all it said of itself with it."""
+    spends: tuple[Spend, ...] = ()
+    epoch: str = ""
+    since: int = 0
+    """The `epoch` and `seq` of the answer before."""
+    policy_version: int = 0
+    """The newest that it knows."""
+    publish: str | None = None
+    """Text of a policy that all are to take over."""
+
+
+class Shared(msgspec.Struct, frozen=True):
+    """What it hears in answer."""
+
+    epoch: str
+    """Another one: the store has lost what it knew."""
+    seq: int
+    members: tuple[Member, ...]
+    """All that are there, itself among them."""
+    levels: dict[BucketKey, float]
+    """Of the buckets that have changed since, this report's spends included."""
+    policy: SharedPolicy | None
+    """Where it is newer than what was known."""
+
+
+class ClusterStore(Protocol):
+    """Where gateways meet. An exchange is atomic. Whoever made a store closes it.
+
+    `prfaas.testing.state_contract` says in tests what each implementation does.
+    """
+
+    async def exchange(self, report: Report) -> Shared:
+        """Raises StateUnavailable; then the report may have been taken or not."""
+        ...
+
+    async def leave(self, member_id: str) -> None:
+        """This gateway is gone. Raises StateUnavailable."""
+        ...
+
+    async def close(self) -> None: ...
