@@ -40,6 +40,8 @@ SPANS: Mapping[str, Mapping[str, Span]] = MappingProxyType(
             "remote_margin": _MARGIN,
             "length_price_s": Span(0.0, 10.0),
             "busy_share": Span(0.0, 1.0),
+            "link_weight": Span(0.0, 2.0),
+            "queue_weight": Span(0.0, 1.0),
             "link_budget_s": Span(1.0, 60.0, log=True),
             "move_gain_s": Span(0.0, 5.0),
         },

@@ -27,6 +27,8 @@ DEAD_BAND = 0.1
 LINK_SHARE = 0.8
 """Of a link, what the threshold may fill. Transfers share it, so they wait long before it is full,
 when a pool of nodes at the same load hardly lets anyone wait."""
+AVERAGE_MEMORY = 1 / 32
+"""Weight of one request in what requests take on average."""
 REOPEN_SHARE = 0.5
 """Of the link budget: what must be left under way before a closed link opens again."""
 
@@ -43,6 +45,10 @@ class Prices:
     """Share of recent requests that would have waited at D."""
     remote_busy: float = 0.0
     """Share of recent requests that would have waited at every peer."""
+    raw_bytes: float = 0.0
+    """KV of recent prompts longer than the threshold, on average; zero: none yet."""
+    local_s: float = 0.0
+    """Prefill at D of recent prompts shorter than the threshold, on average; zero: none yet."""
     closed: tuple[str, ...] = ()
     """Peers whose link is over budget."""
     imports: ImportCost = field(default_factory=ImportCost)
@@ -59,7 +65,13 @@ class Priced:
       at a loss. Where nobody waits at the site that this protects, up to `busy_share` of it falls
       away, and nothing is sent at a loss while D has no queue: so small loads are served where
       they are served sooner.
+    - the link price: its seconds alone on the link, for each transfer under way there (their bytes
+      over those of the average prompt that leaves), times `link_weight`. So much longer do the
+      others take. It follows the load, and the rate of a link that drops.
     - `egress_s_per_gb` for each gigabyte on the wire.
+
+    D's price has the same of its own queue: the prompt's prefill seconds for each prompt of the
+    average that is ahead, times `queue_weight`.
 
     A peer is left out while the bytes on its link exceed `link_budget_s`, and returns when half of
     that is left; one whose KV does not fit D's staging with headroom is left out too. Unknown or
@@ -73,6 +85,8 @@ class Priced:
         self._remote_margin = settings.remote_margin
         self._length_price_s = settings.length_price_s
         self._busy_share = settings.busy_share
+        self._link_weight = settings.link_weight
+        self._queue_weight = settings.queue_weight
         self._egress_s_per_byte = settings.egress_s_per_gb / 1e9
         self._link_budget_s = settings.link_budget_s
         self._staging_headroom = settings.staging_headroom
@@ -106,18 +120,15 @@ class Priced:
             return Decision(Target.LOCAL, reason, (), (local,), uncached)
         ranked: list[tuple[float, int, Parts]] = []
         decode_s, import_s = arrival_seconds(request, snapshot), state.imports.s_per_byte
-        egress = self._egress_s_per_byte
         for at, remote in enumerate(remotes):
             parts = remote_parts(request, snapshot, remote, decode_s, import_s)
-            price_s = parts[0]
-            if egress:
-                wire_bytes = snapshot.token_bytes * uncached / max(remote.link.wire_ratio, 1e-9)
-                price_s += egress * (wire_bytes + snapshot.state_bytes)
-            ranked.append((price_s, at, parts))
+            ranked.append((parts[0] + self._wire_s(need_bytes, remote, snapshot, state), at, parts))
         ranked.sort()
         limit_s = local.ttft_s * (1 - self._remote_margin) - self._length_s(
             uncached, local.queue_s, state
         )
+        if state.local_s > 0:
+            limit_s += self._queue_weight * local.prefill_s * local.queue_s / state.local_s
         ranked = ranked[:MAX_PLAN]
         estimates = (local, *[as_estimate(remotes[at], parts) for _, at, parts in ranked])
         away_s = ranked[0][2][0]
@@ -156,12 +167,15 @@ class Priced:
             waits = all(r.load.queue_tokens + r.load.sent_tokens > 0 for r in heard)
             remote_busy += BUSY_MEMORY * (waits - remote_busy)
         waits = local.load.queue_tokens + local.load.sent_tokens > 0
+        raw_bytes, local_s = self._averages(state, uncached, snapshot)
         return replace(
             state,
             learnt=learnt,
             threshold_tokens=threshold,
             local_busy=state.local_busy + BUSY_MEMORY * (waits - state.local_busy),
             remote_busy=remote_busy,
+            raw_bytes=raw_bytes,
+            local_s=local_s,
             closed=tuple(sorted({r.peer for r in snapshot.remotes if self._closed(r, state)})),
         )
 
@@ -169,6 +183,34 @@ class Priced:
         """Learn what an import costs."""
         imports = learn_import(state.imports, outcome)
         return state if imports is state.imports else replace(state, imports=imports)
+
+    @staticmethod
+    def _averages(state: Prices, uncached: int, snapshot: Snapshot) -> tuple[float, float]:
+        """`raw_bytes` and `local_s` after one more request; the same before the first solution."""
+        raw_bytes, local_s, local = state.raw_bytes, state.local_s, snapshot.local
+        if state.threshold_tokens <= 0:
+            return raw_bytes, local_s
+        if uncached > state.threshold_tokens:
+            one = float(snapshot.token_bytes * uncached + snapshot.state_bytes)
+            return _averaged(raw_bytes, one), local_s
+        if not local.curve.known:
+            return raw_bytes, local_s
+        return raw_bytes, _averaged(local_s, local.curve.seconds(uncached, local.matched_tokens))
+
+    def _wire_s(
+        self, raw_bytes: int, remote: RemoteInstance, snapshot: Snapshot, state: Prices
+    ) -> float:
+        """What the prompt's KV costs on the wire beyond its own time there."""
+        link, egress = remote.link, self._egress_s_per_byte
+        state_bytes = snapshot.state_bytes
+        ratio = max(link.wire_ratio, 1e-9)
+        wire_bytes = (raw_bytes - state_bytes) / ratio + state_bytes
+        price_s = egress * wire_bytes
+        if state.raw_bytes > state_bytes and link.in_flight_bytes > 0:
+            average_bytes = (state.raw_bytes - state_bytes) / ratio + state_bytes
+            transfers = link.in_flight_bytes / average_bytes
+            price_s += self._link_weight * wire_bytes / link.goodput_bytes_per_s * transfers
+        return price_s
 
     def _length_s(self, uncached: int, local_queue_s: float, state: Prices) -> float:
         """The length price of leaving: negative where a prompt should leave even at a loss."""
@@ -197,6 +239,10 @@ class Priced:
         share = REOPEN_SHARE if remote.peer in state.closed else 1.0
         link = remote.link
         return link.in_flight_bytes > share * self._link_budget_s * link.goodput_bytes_per_s
+
+
+def _averaged(average: float, one: float) -> float:
+    return average + AVERAGE_MEMORY * (one - average) if average > 0 else one
 
 
 def _narrower(snapshot: Snapshot) -> Snapshot:

@@ -144,6 +144,18 @@ class PolicySettings(Section):
         description="Policy `priced`: how much of `length_price_s` falls away at a site where "
         "nobody has waited lately.",
     )
+    link_weight: float = Field(
+        1.0,
+        ge=0,
+        description="Policy `priced`: how much of the time counts by which a prompt's KV delays "
+        "the transfers under way on its link.",
+    )
+    queue_weight: float = Field(
+        0.15,
+        ge=0,
+        description="Policy `priced`: how much of the time counts by which a prompt delays others "
+        "in D's queue.",
+    )
     egress_s_per_gb: float = Field(
         0.0,
         ge=0,

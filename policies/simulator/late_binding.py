@@ -18,6 +18,8 @@ MOST_MOVES = 2
 LINK_PRICE = 2.0
 """Seconds that a move to a peer must gain besides, for each second of the link that its KV takes:
 an instance that is idle because the link is full would fill it further for next to nothing."""
+FLOW_PRICE = 0.5
+"""Of those seconds, more for each transfer under way, which shares the link with what moves."""
 
 
 @runtime_checkable
@@ -113,9 +115,10 @@ class LateBinding:
         best: Job | None = None
         best_gain_s = self._gain_s
         waits = waits_s(waiting, self._local.ahead_s(), self._local_s, self._nodes())
+        price = LINK_PRICE + self._flow_price(site)
         for job, wait_s in zip(waiting, waits, strict=True):
             here_s = wait_s + self._local_s(job)
-            there_s = self._remote_s(job, site, 0.0) + LINK_PRICE * self._link_s(job, site)
+            there_s = self._remote_s(job, site, 0.0) + price * self._link_s(job, site)
             if here_s - there_s > best_gain_s:
                 best, best_gain_s = job, here_s - there_s
         return best
@@ -138,12 +141,14 @@ class LateBinding:
         half_s = self._half_s(peer)
         best: tuple[Job, PrefillPool] | None = None
         best_gain_s = self._gain_s
+        price = self._flow_price(site)
         for place in site.places.values():
             waiting = self._may_move(place.pool.waiting(LOOKED_AT))
             pool = place.pool
             waits = waits_s(waiting, pool.ahead_s(), pool.seconds_of, pool.instances)
             for job, wait_s in zip(waiting, waits, strict=True):
                 here_s = self._remote_s(job, site, wait_s) - 2 * half_s
+                here_s += price * self._link_s(job, site)
                 there_s = half_s + self._local_s(job)
                 if here_s - there_s > best_gain_s:
                     best, best_gain_s = (job, pool), here_s - there_s
@@ -171,6 +176,10 @@ class LateBinding:
     def _local_s(self, job: Job) -> float:
         uncached = max(1, job.uncached_d)
         return self._local.profile.prefill_s(uncached, max(0, job.want - uncached))
+
+    @staticmethod
+    def _flow_price(site: PeerSite) -> float:
+        return FLOW_PRICE * len(site.link.flows())
 
     @staticmethod
     def _link_s(job: Job, site: PeerSite) -> float:

@@ -103,6 +103,54 @@ def test_egress_has_a_price() -> None:
     assert (decision.target, decision.reason) == (Target.LOCAL, Reason.LOCAL_CHEAPER)
 
 
+def with_transfers(seconds: float) -> Snapshot:
+    """So many seconds of KV under way, behind D's queue of 9 s and P's of none."""
+    link = replace(busy_snapshot().remotes[0].link, in_flight_bytes=int(seconds * 50e6))
+    return with_remote(busy_snapshot(), link=link)
+
+
+def test_a_transfer_pays_for_the_time_that_those_under_way_lose() -> None:
+    """The prompt is 92 MB: 1.8 s on the wire, for each of the transfers under way."""
+    state = learnt(4000, raw_bytes=92e6)
+    free, usual, dear = (priced(link_weight=weight) for weight in (0.0, 1.0, 20.0))
+    for seconds, goes in ((0.0, (True, True, True)), (2.0, (True, True, False))):
+        snapshot = with_transfers(seconds)
+        found = [p.decide(long_request(), snapshot, state) for p in (free, usual, dear)]
+        assert tuple(d.target is Target.REMOTE for d in found) == goes
+    assert found[-1].reason is Reason.LOCAL_CHEAPER
+    # a prompt of which many would be under way weighs as much as they do
+    small = replace(state, raw_bytes=92e6 / 20)
+    assert usual.decide(long_request(), with_transfers(2.0), small).target is Target.LOCAL
+    # nothing is known of what leaves: no price
+    assert dear.decide(long_request(), with_transfers(2.0), learnt(4000)).target is Target.REMOTE
+
+
+def test_a_prompt_pays_at_d_for_those_it_would_delay() -> None:
+    """Both places take as long; D's queue is ten of what waits there on average."""
+    snapshot = with_local(equal_places(), load=EngineLoad(queue_tokens=900, waiting=1, age_s=0.1))
+    stays = priced(remote_margin=0.0, length_price_s=0.0, queue_weight=0.0)
+    leaves = priced(remote_margin=0.0, length_price_s=0.0, queue_weight=1.0)
+    decision = stays.decide(long_request(), snapshot, learnt(4000, local_s=0.2))
+    local, remote = decision.estimates
+    assert local.ttft_s < remote.ttft_s
+    assert decision.target is Target.LOCAL
+    decision = leaves.decide(long_request(), snapshot, learnt(4000, local_s=0.2))
+    assert (decision.target, decision.reason) == (Target.REMOTE, Reason.REMOTE_CHEAPER)
+
+
+def test_averages_are_of_what_each_place_gets() -> None:
+    policy, snapshot, state = priced(), equal_places(), learnt(2000)
+    state = policy.saw(state, RequestFacts("r", 4001), snapshot)
+    assert state.raw_bytes == snapshot.token_bytes * 4000 + snapshot.state_bytes
+    assert state.local_s == 0.0
+    state = policy.saw(state, RequestFacts("r", 1001), snapshot)
+    assert state.local_s == pytest.approx(snapshot.local.curve.seconds(1000, 0))
+    again = policy.saw(state, RequestFacts("r", 8001), snapshot)
+    grown = state.raw_bytes + snapshot.token_bytes * 4000 / 32
+    assert again.raw_bytes == pytest.approx(grown)
+    assert policy.saw(Prices(), long_request(), snapshot).raw_bytes == 0.0
+
+
 def test_a_link_over_budget_closes_and_opens_again_at_half_of_it() -> None:
     policy, state, seen = priced(link_budget_s=2.0), Prices(), []
     for seconds in (1.5, 2.5, 1.5, 0.9, 1.5):
