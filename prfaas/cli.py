@@ -188,6 +188,39 @@ def certs(out: Path, names: tuple[str, ...], days: int, rotate: tuple[str, ...])
     click.echo(describe(out, make_certs(out, names, days=days, rotate=rotate)))
 
 
+@cli.command()
+@click.argument("file", type=_FILE)
+@click.option(
+    "--part",
+    "only",
+    multiple=True,
+    type=click.Choice(["gateway", "engine", "agent", "prefill"]),
+    help="Check this section; repeatable; default: all that FILE has.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    default=5.0,
+    show_default=True,
+    help="Seconds for each dial.",
+)
+@click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
+def check(file: Path, only: tuple[Any, ...], timeout: float, as_json: bool) -> None:
+    """Check FILE and dial all that it names: what is wrong, and how to mend it.
+
+    Status 1 if something is.
+    """
+    from gateway.app import check_settings
+    from policies.registry import make_policy
+    from prfaas.check.findings import Level
+    from prfaas.check.gateway_part import Parts
+    from prfaas.check.run import check as run_check
+
+    findings = _run(run_check(file, Parts(check_settings, make_policy), timeout, only))
+    click.echo(json.dumps(findings.to_json(), indent=2) if as_json else findings.to_text())
+    sys.exit(1 if findings.count(Level.FAIL) else 0)
+
+
 @cli.command("check-host")
 @click.option("--rate", default="10G", show_default=True, help="Link in bits per second.")
 @click.option(

@@ -56,7 +56,8 @@ class AgentServer:
             options=server_options(WATCH_REQUEST_BYTES),
             maximum_concurrent_rpcs=MAX_RPCS,
         )
-        self._server.add_generic_rpc_handlers((TelemetryService(agent.feed).handler(),))
+        keys = [key.get_secret_value().encode() for key in mine.transfer_keys]
+        self._server.add_generic_rpc_handlers((TelemetryService(agent.feed, keys).handler(),))
         self._health = HealthReporter(self._server, TELEMETRY, lambda: agent.serving)
         add_reflection(self._server, TELEMETRY)
 
