@@ -12,8 +12,6 @@ from typing import Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     SecretStr,
     ValidationError,
@@ -28,6 +26,8 @@ from pydantic_settings import (
 
 from prfaas.errors import ConfigError
 from prfaas.limits import Limits
+from prfaas.policy_settings import PolicySettings as PolicySettings
+from prfaas.section import Section
 
 CodecName = Literal[
     "tight-basis", "compact-basis", "near-basis", "near-channels", "int8", "exponent",
@@ -38,12 +38,6 @@ CODECS: tuple[CodecName, ...] = (
     "planes-zstd", "raw",
 )  # fmt: skip
 QualityName = Literal["exact", "near", "compact", "tight"]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, unknown keys refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class TlsSettings(Section):
@@ -87,97 +81,6 @@ class AuthorisedClient(Section):
     @classmethod
     def _a_name_that_tells_it_apart(cls, identity: str) -> str:
         return _identity(identity)
-
-
-class PolicySettings(Section):
-    """Which routing policy runs, and its parameters."""
-
-    file: Path | None = Field(
-        None,
-        description="Policy file (from `prfaas tune`, or by hand) that names policy and parameters "
-        "instead of the keys here.",
-    )
-    name: str = Field("least_ttft", description="Registered policy name.")
-    min_uncached_tokens: int = Field(
-        64, ge=0, description="Fewer uncached tokens than this stay local without asking further."
-    )
-    threshold_tokens: int = Field(
-        2048,
-        ge=0,
-        description="Policies `length_threshold`, `uncached_ratio`, and `paper` until it has "
-        "solved its own: more uncached tokens than this go remote.",
-    )
-    uncached_ratio: float = Field(
-        0.7,
-        ge=0,
-        le=1,
-        description="Policy `uncached_ratio`: from this uncached share on prompts go remote.",
-    )
-    surge_s: float = Field(
-        2.0,
-        ge=0,
-        description="Policy `paper`: the threshold doubles for each such lead of the remote queue "
-        "over D's; 0: it does not.",
-    )
-    local_ttft_s: float = Field(
-        2.0, ge=0, description="Policy `local_first`: what D can start within this stays."
-    )
-    transfer_budget_s: float = Field(
-        2.0,
-        ge=0,
-        description="Policy `local_first`: KV under way to D, in seconds of the link's goodput.",
-    )
-    remote_margin: float = Field(
-        0.05, ge=0, description="Remote must be faster than local by this share to be chosen."
-    )
-    length_price_s: float = Field(
-        5.0,
-        ge=0,
-        description="Policy `priced`: seconds of TTFT that a prompt e times as long as the solved "
-        "threshold may cost to leave, and one a factor of e shorter must gain; 0: lengths have "
-        "no price.",
-    )
-    busy_share: float = Field(
-        0.5,
-        ge=0,
-        le=1,
-        description="Policy `priced`: how much of `length_price_s` falls away at a site where "
-        "nobody has waited lately.",
-    )
-    link_weight: float = Field(
-        1.0,
-        ge=0,
-        description="Policy `priced`: how much of the time counts by which a prompt's KV delays "
-        "the transfers under way on its link.",
-    )
-    queue_weight: float = Field(
-        0.15,
-        ge=0,
-        description="Policy `priced`: how much of the time counts by which a prompt delays others "
-        "in D's queue.",
-    )
-    egress_s_per_gb: float = Field(
-        0.0,
-        ge=0,
-        description="Policy `priced`: seconds of TTFT that a gigabyte of KV on the wire must gain.",
-    )
-    link_budget_s: float = Field(
-        20.0,
-        gt=0,
-        description="Policy `priced`: with more KV under way than the link carries in this time a "
-        "peer gets nothing new, until half of it is left.",
-    )
-    staging_headroom: float = Field(
-        1.0,
-        ge=1,
-        description="Policy `priced`: D's free staging must be so many times the request's KV.",
-    )
-    move_gain_s: float | None = Field(
-        0.1,
-        ge=0,
-        description="Policy `priced`: a request that waits moves to a site that stands idle if it "
-        "gains so much TTFT; none: it stays. Simulator only so far.",
-    )
 
 
 class VllmSettings(Section):
@@ -243,18 +146,6 @@ class TenancySettings(Section):
     )
 
 
-class GatewaySettings(Section):
-    """`prfaas gateway`."""
-
-    host: str = Field("127.0.0.1", description="Listen address.")
-    port: int = Field(8000, ge=0, le=65535, description="Listen port; 0 picks one.")
-    model: str = Field("default", description="Model name served to clients.")
-    tokenizer: Path | None = Field(
-        None,
-        description="Model directory or GGUF whose tokenizer and chat template estimate prompts.",
-    )
-    engines: tuple[EngineEndpoint, ...] = Field((), description="Decode engines.")
-    peers: tuple[PeerEndpoint, ...] = Field((), description="Prefill instances.")
 class StateSettings(Section):
     """What several gateways share (docs/state.md)."""
 
@@ -289,6 +180,18 @@ class StateSettings(Section):
     )
 
 
+class GatewaySettings(Section):
+    """`prfaas gateway`."""
+
+    host: str = Field("127.0.0.1", description="Listen address.")
+    port: int = Field(8000, ge=0, le=65535, description="Listen port; 0 picks one.")
+    model: str = Field("default", description="Model name served to clients.")
+    tokenizer: Path | None = Field(
+        None,
+        description="Model directory or GGUF whose tokenizer and chat template estimate prompts.",
+    )
+    engines: tuple[EngineEndpoint, ...] = Field((), description="Decode engines.")
+    peers: tuple[PeerEndpoint, ...] = Field((), description="Prefill instances.")
     policy: PolicySettings = Field(PolicySettings(), description="Routing policy.")
     canary: PolicySettings | None = Field(
         None, description="Another policy that decides for `canary_share` of the requests."
@@ -312,6 +215,7 @@ class StateSettings(Section):
     cache_secret: SecretStr = Field(
         SecretStr(""), description="Key of the HMAC that makes cache salts."
     )
+    state: StateSettings = Field(StateSettings(), description="What several gateways share.")
     tenants: TenancySettings = Field(TenancySettings(), description="Tenants and their keys.")
     trust_client_transfer_params: bool = Field(
         False, description="Relay `kv_transfer_params` sent by clients instead of stripping them."
@@ -324,7 +228,6 @@ class StateSettings(Section):
     kv_quality_limit: QualityName = Field(
         "compact", description="The worst class that a request may name; `tight` is opt-in."
     )
-    state: StateSettings = Field(StateSettings(), description="What several gateways share.")
     short_body_bytes: int = Field(
         1024, ge=0, description="Bodies up to this size stay local without being tokenised."
     )

@@ -15,7 +15,8 @@ import yaml
 from pydantic import AwareDatetime, Field, ValidationError, field_validator, model_validator
 
 from prfaas.errors import ConfigError
-from prfaas.settings import QualityName, Section, validation_message
+from prfaas.section import Section
+from prfaas.settings import QualityName, validation_message
 
 KEY_BYTES = 32
 """Randomness of a key: so much that a plain SHA-256 of it cannot be turned back."""
