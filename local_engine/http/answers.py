@@ -135,7 +135,9 @@ class Heading:
     model: str
     system_fingerprint: str
     usage_at_end: bool = False
-    """The client asked for a usage chunk; all others then have `usage: null`."""
+    """The client asked for a usage chunk; all others then have `usage: null`, or their own."""
+    usage_each: bool = False
+    """It asked for the usage so far in each of the others too."""
     token_ids: bool = False
     """The client asked for the tokens of the answer."""
 
@@ -151,16 +153,21 @@ class AnswerShape(ABC):
     def whole(self, answers: Sequence[Piece], usage: Usage) -> bytes:
         """The body with whole answers, for a request that is not streamed."""
 
+    @property
+    def usage_each(self) -> bool:
+        """Events are to have the usage so far."""
+        return self._heading.usage_each
+
     @abstractmethod
-    def first(self, piece: Piece) -> bytes:
+    def first(self, piece: Piece, so_far: Usage | None = None) -> bytes:
         """The event or events that open an answer in a stream, with what there is so far."""
 
     @abstractmethod
-    def more(self, piece: Piece) -> bytes:
+    def more(self, piece: Piece, so_far: Usage | None = None) -> bytes:
         """The event for a further piece; empty if it has nothing to say yet."""
 
     @abstractmethod
-    def last(self, piece: Piece) -> bytes:
+    def last(self, piece: Piece, so_far: Usage | None = None) -> bytes:
         """The event that says why the answer of this last piece ends."""
 
     @abstractmethod
@@ -207,11 +214,11 @@ class ChatShape(AnswerShape):
             chat_logprobs(answer, self._tokenizer),
         )
 
-    def first(self, piece: Piece) -> bytes:
+    def first(self, piece: Piece, so_far: Usage | None = None) -> bytes:
         opening = DeltaChoice(Delta(role="assistant", content=""), None, piece.index)
-        return self._event(self.CHUNK, [opening], None) + self.more(piece)
+        return self._event(self.CHUNK, [opening], so_far) + self.more(piece, so_far)
 
-    def more(self, piece: Piece) -> bytes:
+    def more(self, piece: Piece, so_far: Usage | None = None) -> bytes:
         logprobs = chat_logprobs(piece, self._tokenizer)
         if not (piece.text or piece.tool_calls or logprobs):
             return b""
@@ -220,11 +227,11 @@ class ChatShape(AnswerShape):
         ]
         delta = Delta(content=piece.text or None, tool_calls=calls or None)
         choice = DeltaChoice(delta, None, piece.index, logprobs)
-        return self._event(self.CHUNK, [choice], None)
+        return self._event(self.CHUNK, [choice], so_far)
 
-    def last(self, piece: Piece) -> bytes:
+    def last(self, piece: Piece, so_far: Usage | None = None) -> bytes:
         choice = DeltaChoice(Delta(), _finish_reason(piece), piece.index)
-        return self._event(self.CHUNK, [choice], None)
+        return self._event(self.CHUNK, [choice], so_far)
 
     def usage(self, usage: Usage) -> bytes:
         return self._event(self.CHUNK, [], usage)
@@ -248,23 +255,23 @@ class TextShape(AnswerShape):
         ]
         return self._answer(self.KIND, choices, usage)
 
-    def first(self, piece: Piece) -> bytes:
-        return self._part(piece)
+    def first(self, piece: Piece, so_far: Usage | None = None) -> bytes:
+        return self._part(piece, so_far)
 
-    def more(self, piece: Piece) -> bytes:
-        return self._part(piece) if piece.text or piece.logprobs else b""
+    def more(self, piece: Piece, so_far: Usage | None = None) -> bytes:
+        return self._part(piece, so_far) if piece.text or piece.logprobs else b""
 
-    def last(self, piece: Piece) -> bytes:
+    def last(self, piece: Piece, so_far: Usage | None = None) -> bytes:
         choice = TextChoice("", _finish_reason(piece), index=piece.index)
-        return self._event(self.KIND, [choice], None)
+        return self._event(self.KIND, [choice], so_far)
 
     def usage(self, usage: Usage) -> bytes:
         return self._event(self.KIND, [], usage)
 
-    def _part(self, piece: Piece) -> bytes:
+    def _part(self, piece: Piece, so_far: Usage | None) -> bytes:
         logprobs = text_logprobs(piece, self._tokenizer)
         choice = TextChoice(piece.text, None, index=piece.index, logprobs=logprobs)
-        return self._event(self.KIND, [choice], None)
+        return self._event(self.KIND, [choice], so_far)
 
 
 def _finish_reason(piece: Piece) -> str:

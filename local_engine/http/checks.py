@@ -48,9 +48,6 @@ def refuse_unsupported(request: ChatRequest | CompletionRequest) -> None:
     options = request.stream_options
     if options is None:
         return
-    if options.continuous_usage_stats:
-        name = "stream_options.continuous_usage_stats"
-        raise InvalidRequest(f"{name} is not supported by this engine", param=name)
     if not request.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
 

@@ -61,6 +61,9 @@ class Handlers:
             model=serving.model_name,
             system_fingerprint=serving.system_fingerprint,
             usage_at_end=options is not None and options.include_usage,
+            usage_each=options is not None
+            and options.include_usage
+            and options.continuous_usage_stats,
             token_ids=bool(body.return_token_ids),
         )
         shape = shape_of(heading, serving.tokenizer)

@@ -53,10 +53,12 @@ async def respond_stream(
     writer = _Writer(request, response, slow_client_timeout_s)
     try:
         while True:
-            data = shape.more(piece) if tally.knows(piece) else shape.first(piece)
+            say = shape.more if tally.knows(piece) else shape.first
             tally.add(piece)
+            so_far = tally.usage() if shape.usage_each else None
+            data = say(piece, so_far)
             if piece.reason is not None:
-                data += shape.last(piece)
+                data += shape.last(piece, so_far)
             if tally.complete:
                 await writer.write(data + shape.end(tally.usage()))
                 break

@@ -27,6 +27,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool = False
     """Padding against traffic analysis, which a server may leave out."""
     continuous_usage_stats: bool = False
+    """With `include_usage`: the usage so far in every event, as in vLLM."""
 
 
 class Generation(msgspec.Struct, kw_only=True):

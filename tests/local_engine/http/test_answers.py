@@ -59,6 +59,23 @@ async def test_a_streamed_chat_begins_with_the_role_and_ends_with_done(server, s
     assert reasons == [None, None, None, "stop"]
 
 
+async def test_the_usage_so_far_comes_with_every_event_where_it_is_asked_for(server, says) -> None:
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    for path, body in ((CHAT, HI), (TEXT, PROMPT)):
+        server.core.script = says("né")
+        events = await server.stream(path, {**body, "stream_options": both})
+        assert events.pop() == b"[DONE]"
+        usages = [json.loads(event)["usage"] for event in events]
+        counts = [usage["completion_tokens"] for usage in usages]
+        assert counts == sorted(counts)
+        assert (counts[0], counts[-1]) == (1, 4)
+        assert all(usage["prompt_tokens"] == usages[-1]["prompt_tokens"] for usage in usages)
+        server.core.script = says("ok")
+        alone = {"continuous_usage_stats": True}
+        events = await server.stream(path, {**body, "stream_options": alone})
+        assert all(b'"usage"' not in event for event in events)
+
+
 async def test_without_include_usage_no_chunk_mentions_usage(server, says) -> None:
     server.core.script = says("ok")
     events = await server.stream(TEXT, PROMPT)

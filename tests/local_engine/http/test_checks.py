@@ -133,12 +133,6 @@ BAD_REQUESTS = [
     ),
     (
         CHAT,
-        {**HI, "stream": True, "stream_options": {"continuous_usage_stats": True}},
-        "invalid_request_error",
-        "stream_options.continuous_usage_stats",
-    ),
-    (
-        CHAT,
         {**HI, "max_tokens": 5, "max_completion_tokens": 6},
         "invalid_request_error",
         "max_tokens",
