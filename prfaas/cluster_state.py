@@ -38,8 +38,8 @@ class Member(msgspec.Struct, frozen=True):
     """New with each start."""
     address: str = ""
     """Where it serves, for people."""
-    in_flight: dict[str, int] = {}
-    """Requests by tenant."""
+    claims: dict[str, int] = {}
+    """Requests by tenant that it may have in flight, until it says otherwise."""
     sent: dict[str, Load] = {}
     """By place: an engine's name, or `peer/instance`."""
     links: tuple[LinkSample, ...] = ()

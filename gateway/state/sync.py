@@ -79,7 +79,7 @@ class StateSync:
         """Until then nobody is taken to be gone: the store has just lost who was there."""
         self.shares = settings.expected_gateways
         if quotas is not None:
-            quotas.take_levels({}, {}, self.shares, clock.now())
+            quotas.take_levels({}, self.shares, clock.now())
         metrics.watch(self)
 
     def __repr__(self) -> str:
@@ -145,7 +145,7 @@ class StateSync:
         member = Member(
             self.id,
             self.address,
-            quotas.counts() if quotas is not None else {},
+            quotas.claims(self._tenants(), now) if quotas is not None else {},
             {
                 place: Load(sum.tokens, sum.requests, sum.raw_bytes, sum.wire_bytes)
                 for place, sum in self._view.sent.sums().items()
@@ -202,10 +202,10 @@ class StateSync:
         if self._quotas is not None:
             others: dict[str, int] = {}
             for member in self._view.neighbours.members:
-                for tenant, count in member.in_flight.items():
-                    others[tenant] = others.get(tenant, 0) + count
-            self._quotas.take_levels(shared.levels, others, self.shares, now)
-            self._quotas.take_caps(self._tenants())
+                for tenant, claim in member.claims.items():
+                    others[tenant] = others.get(tenant, 0) + claim
+            self._quotas.take_levels(shared.levels, self.shares, now)
+            self._quotas.take_claims(self._tenants(), others, now)
         if not self._up:
             self._up = True
             logger.info("in touch with %d other gateways", there - 1)

@@ -17,6 +17,8 @@ from prfaas.tenants import Tenant
 MINUTE_S = 60.0
 DAY_S = 86400.0
 BUSY_RETRY_S = 1.0
+LATELY_S = 2.0
+"""A tenant that has asked within this keeps a claim on requests in flight."""
 REQUESTS, TOKENS, DAILY, CONCURRENT = (
     "requests_per_minute",
     "tokens_per_minute",
@@ -63,11 +65,17 @@ class Bucket:
 
 @dataclass(slots=True)
 class InFlight:
-    """Of one tenant; `cap` is how many this gateway may have until it hears of the others."""
+    """Of one tenant. `claim` is what the others were told it may have here, `others` what they have
+    claimed, `cap` what follows from both; None: nobody has been heard.
+    """
 
     own: int = 0
     others: int = 0
+    claim: int = 0
     cap: int | None = None
+    wanted_at: float = -math.inf
+    claims: bool = False
+    """The others have heard of claims here before."""
 
 
 class Quotas:
@@ -109,6 +117,7 @@ class Quotas:
         count = self._in_flight[tenant.name]
         most = tenant.concurrent_requests
         if most is not None:
+            count.wanted_at = now
             cap = count.cap if count.cap is not None else -(-most // self.shares)
             if count.own >= min(cap, most):
                 raise RateLimited(
@@ -168,9 +177,23 @@ class Quotas:
 
     # --- what other gateways are told, and what they tell ---
 
-    def counts(self) -> dict[str, int]:
-        """In flight by tenant, where any are."""
-        return {name: count.own for name, count in self._in_flight.items() if count.own}
+    def claims(self, tenants: Iterable[Tenant], now: float) -> dict[str, int]:
+        """How many requests each tenant may have here until this is said again, where any: those in
+        flight, and where it has asked lately a share of what nobody claims.
+        """
+        claims = {}
+        for tenant in tenants:
+            most, count = tenant.concurrent_requests, self._in_flight.get(tenant.name)
+            if most is None or count is None:
+                continue
+            free = max(0, most - count.own - count.others)
+            lately = now - count.wanted_at < LATELY_S
+            count.claim = count.own + (-(-free // self.shares) if lately else 0)
+            if count.cap is not None and lately:
+                count.cap = min(count.cap, count.claim)
+            if count.claim:
+                claims[tenant.name] = count.claim
+        return claims
 
     def report(self, now: float, *, everything: bool) -> list[Spend]:
         """What was used since the last report, which this is; on `everything` of all buckets."""
@@ -194,11 +217,10 @@ class Quotas:
     def take_levels(
         self,
         levels: Mapping[BucketKey, float],
-        in_flight: Mapping[str, int],
         shares: int,
         now: float,
     ) -> None:
-        """What all gateways together have left, and how many others have in flight."""
+        """What all gateways together have left."""
         for bucket in self._buckets.values():
             bucket.refill(now, self.shares)
             if shares != self.shares:
@@ -210,17 +232,27 @@ class Quotas:
                 # What has been used here since the report is not in it yet.
                 known.level = min(known.capacity, level) / shares - known.spent
                 known.at = now
-        for name, count in self._in_flight.items():
-            count.others = in_flight.get(name, 0)
 
-    def take_caps(self, tenants: Iterable[Tenant]) -> None:
-        """How many requests each tenant may have here: half of what is free stays for others."""
+    def take_claims(self, tenants: Iterable[Tenant], others: Mapping[str, int], now: float) -> None:
+        """What the others claimed when they heard our own claims: never more than is left of ours.
+
+        A tenant that has not asked lately claims nothing, and may begin with its share of what is
+        left; then nothing more until the others have heard of it.
+        """
         for tenant in tenants:
             most, count = tenant.concurrent_requests, self._in_flight.get(tenant.name)
             if most is None or count is None:
                 continue
-            free = max(0, most - count.own - count.others)
-            count.cap = count.own + -(-free // self.shares)
+            count.others = others.get(tenant.name, 0)
+            left = max(0, most - count.own - count.others)
+            lately = now - count.wanted_at < LATELY_S
+            if not lately:
+                count.cap = count.own + -(-left // self.shares)
+            elif count.claims:
+                count.cap = max(count.own, min(count.claim, count.own + left))
+            else:
+                count.cap = count.own
+            count.claims = lately
 
     def alone(self) -> None:
         """Nobody is heard: each gateway keeps to its share, so that all together keep to all."""

@@ -77,7 +77,7 @@ class ClusterStateContract:
         a, b = Gateway(store, "a"), Gateway(store, "b")
         await a.tell(
             address="10.0.0.1:8000",
-            in_flight={"acme": 3},
+            claims={"acme": 3},
             sent={"d-0": Load(5, 1, 0, 0)},
             links=(link,),
         )
@@ -85,13 +85,13 @@ class ClusterStateContract:
         found = {member.id: member for member in heard.members}
         assert set(found) == {"a", "b"}
         assert found["a"].address == "10.0.0.1:8000"
-        assert found["a"].in_flight == {"acme": 3}
+        assert found["a"].claims == {"acme": 3}
         assert found["a"].sent == {"d-0": Load(5, 1, 0, 0)}
         assert found["a"].links == (link,)
-        assert found["b"].in_flight == {}
-        await a.tell(in_flight={"acme": 1})
+        assert found["b"].claims == {}
+        await a.tell(claims={"acme": 1})
         heard = await b.tell()
-        assert {m.id: m.in_flight for m in heard.members} == {"a": {"acme": 1}, "b": {}}
+        assert {m.id: m.claims for m in heard.members} == {"a": {"acme": 1}, "b": {}}
 
     async def test_who_leaves_is_gone_at_once(self, store: ClusterStore) -> None:
         a, b = Gateway(store, "a"), Gateway(store, "b")
