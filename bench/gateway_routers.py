@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,12 +164,16 @@ async def process(
 
 @asynccontextmanager
 async def running(
-    commands: dict[str, Callable[[int], list[str]]],
+    commands: Mapping[str, Callable[[int], list[str]]],
     directory: Path,
     core: int,
     say: Callable[[str], None],
+    key: str = "",
 ) -> AsyncIterator[dict[str, Router]]:
-    """All that come up, each given a free port; one that does not is said aloud and left out."""
+    """All that come up, each given a free port; one that does not is said aloud and left out.
+
+    `key`: for those that ask for one.
+    """
     routers: dict[str, Router] = {}
     async with AsyncExitStack() as stack:
         for name, command in commands.items():
@@ -177,7 +181,7 @@ async def running(
             log = directory / f"{name}.log"
             pid, _ = await stack.enter_async_context(process(command(port), log, core))
             router = Router(name, f"http://127.0.0.1:{port}", pid)
-            if await _answers(router.url):
+            if await _answers(router.url, key):
                 routers[name] = router
                 say(f"{name} is up")
             else:
@@ -186,17 +190,18 @@ async def running(
         yield routers
 
 
-async def _answers(url: str) -> bool:
+async def _answers(url: str, key: str) -> bool:
     """It relays a request to the engine within the time that routers take to find a worker."""
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}).encode()
     upstream = HttpUpstream(url, "router", Limits())
+    headers = {"content-type": "application/json"}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
     try:
         async with asyncio.timeout(_READY_TIMEOUT_S):
             while True:
                 try:
-                    async with upstream.post(
-                        "/v1/chat/completions", {"content-type": "application/json"}, body
-                    ) as response:
+                    async with upstream.post("/v1/chat/completions", headers, body) as response:
                         if response.status == 200 and b"hello" in await response.read(1 << 20):
                             return True
                 except PrfaasError:
