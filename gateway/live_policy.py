@@ -19,6 +19,7 @@ from prfaas.errors import ConfigError
 from prfaas.interfaces import LearningPolicy, RoutingPolicy
 from prfaas.settings import GatewaySettings, PolicySettings
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target
+from prfaas.values import Value
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +62,7 @@ class Shadow:
     """Estimated TTFT that it would have saved (negative: lost); None where nobody estimates."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(Value, frozen=True):
     """A decision and who made it."""
 
     decision: Decision

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from prfaas.values import Value
+
 
 class Target(enum.StrEnum):
     """Where a request's prefill runs."""
@@ -78,8 +80,7 @@ class PrefillCurve:
 UNKNOWN_CURVE = PrefillCurve(0.0, 0.0, 0.0, 256)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineLoad(Value, frozen=True):
     """Load of one engine; `age_s` since it was true. What the gateway sent since is in
     `sent_tokens`.
     """
@@ -98,8 +99,7 @@ class EngineLoad:
     age_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LinkState:
+class LinkState(Value, frozen=True):
     """The measured path to a peer, as D's side sees it. Zero goodput: not measured yet."""
 
     goodput_bytes_per_s: float = 0.0
@@ -112,8 +112,7 @@ class LinkState:
     age_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class LocalEngine:
+class LocalEngine(Value, frozen=True):
     """D itself: engine, its prefix match for this prompt, and its agent's staging."""
 
     name: str
@@ -127,8 +126,7 @@ class LocalEngine:
     """Engines behind the one queue that `load` is a share of."""
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteInstance:
+class RemoteInstance(Value, frozen=True):
     """One prefill instance of a peer."""
 
     peer: str
@@ -144,8 +142,7 @@ class RemoteInstance:
     """Engines behind the one queue that `load` is a share of."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(Value, frozen=True):
     """Everything one decision may look at, frozen."""
 
     local: LocalEngine
@@ -160,8 +157,7 @@ class Snapshot:
     """Recurrent and window state that every transfer carries, whatever its length."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
+class RequestFacts(Value, frozen=True):
     """What a policy knows of a request."""
 
     request_id: str
@@ -176,8 +172,7 @@ class RequestFacts:
     """The body is too short to be worth offloading; it was not tokenised, estimates only."""
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
+class Estimate(Value, frozen=True):
     """Estimated TTFT of one candidate and its parts, in seconds."""
 
     where: str
@@ -191,8 +186,7 @@ class Estimate:
     uncached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(Value, frozen=True):
     """Where to prefill, in which order to try instances, and why.
 
     Remote with an empty plan: the policy insists on remote and no instance can take the request,
