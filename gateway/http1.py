@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TypeVar, overload
+from typing import NamedTuple, TypeVar, overload
 
 import httptools
 
@@ -22,6 +22,8 @@ FRAMING = frozenset({"host", "content-length", "transfer-encoding", "connection"
 PLAIN = frozenset({"content-type", "x-request-id", "traceparent", "accept", "user-agent"})
 """Names known to be names, which need no look."""
 NO_BODY = frozenset({204, 304})
+MAX_KNOWN, MAX_KNOWN_BYTES = 64, 1024
+"""So many heads are remembered of an engine, and none that is longer."""
 
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _NOT_IN_TARGET = re.compile(r"[^!-~]")
@@ -96,6 +98,38 @@ class RequestLine:
         return (text + "\r\n").encode()
 
 
+class KnownHead(NamedTuple):
+    """What llhttp made of the head of an answer with a length."""
+
+    status: int
+    headers: Headers
+    content_length: int
+    keep_alive: bool
+
+
+class KnownHeads:
+    """Heads that llhttp has read before, byte for byte: most answers of an engine begin with one of
+    a few, and reading one is most of what reading a short answer costs. Nothing to close.
+    """
+
+    def __init__(self) -> None:
+        self._heads: dict[bytes, KnownHead] = {}
+
+    def __len__(self) -> int:
+        return len(self._heads)
+
+    def get(self, head: bytes) -> KnownHead | None:
+        return self._heads.get(head)
+
+    def keep(self, head: bytes, known: KnownHead) -> None:
+        """The latest few; none that is long."""
+        if len(head) > MAX_KNOWN_BYTES:
+            return
+        if len(self._heads) >= MAX_KNOWN:
+            self._heads.clear()
+        self._heads[head] = known
+
+
 class ResponseParser:
     """Reads the one answer to one request from whatever pieces arrive.
 
@@ -108,6 +142,7 @@ class ResponseParser:
         "_head_bytes",
         "_interim",
         "_keep_alive",
+        "_known",
         "_max_head_bytes",
         "_method",
         "_parser",
@@ -123,9 +158,11 @@ class ResponseParser:
         "status",
     )
 
-    def __init__(self, method: str, max_head_bytes: int) -> None:
+    def __init__(self, method: str, max_head_bytes: int, known: KnownHeads | None = None) -> None:
+        """`known` is shared by the connections to one engine."""
         self._method = method
         self._max_head_bytes = max_head_bytes
+        self._known = known
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._fields: dict[str, str] = {}
         self._head_bytes = self._quiet_bytes = 0
@@ -168,6 +205,13 @@ class ResponseParser:
 
     def feed(self, data: bytes) -> None:
         """Read a piece. Raises ProtocolError for what is no answer to this request."""
+        known, whole = self._known, 0
+        if known is not None and not self.heard and self._method != "HEAD":
+            whole = data.find(b"\r\n\r\n") + 4
+            head = known.get(data[:whole])
+            if head is not None and len(data) == whole + head.content_length:
+                self._take_known(head, data[whole:])
+                return
         self.heard = True
         if self.complete or self._parser is None:
             # Blank lines are nothing, as they are before the next answer (RFC 9112, 2.2).
@@ -185,10 +229,23 @@ class ResponseParser:
             self.excess = True
         if len(self.body) > pieces or self.complete:
             self._quiet_bytes = 0
+            length = self.content_length
+            # Of one that came whole, without an interim one before it.
+            fits = length is not None and len(data) == whole + length
+            if known is not None and whole and self.reusable and fits and length:
+                assert self.headers is not None
+                known.keep(data[:whole], KnownHead(self.status, self.headers, length, True))
             return
         self._quiet_bytes += len(data)
         if self._quiet_bytes > self._max_head_bytes:
             raise ProtocolError(f"over {self._max_head_bytes} bytes without a byte of a body")
+
+    def _take_known(self, head: KnownHead, body: bytes) -> None:
+        """llhttp is not told: it is where an answer begins, before and after."""
+        self.heard = self.complete = True
+        self.status, self.headers, self.content_length, self._keep_alive = head
+        self.body.append(body)
+        self.body_bytes = len(body)
 
     def eof(self) -> None:
         """The connection ended. Raises ProtocolError where the answer had not."""

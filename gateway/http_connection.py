@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import cast
 
-from gateway.http1 import Headers, ResponseParser
+from gateway.http1 import Headers, KnownHeads, ResponseParser
 from prfaas.errors import ProtocolError
 from prfaas.limits import Limits
 
@@ -42,8 +42,11 @@ class Connection(asyncio.Protocol):
     `take` until it is empty, with `more` or `follow` in between. `tick` keeps its deadlines.
     """
 
-    def __init__(self, limits: Limits, on_closed: Callable[[Connection], None]) -> None:
+    def __init__(
+        self, limits: Limits, on_closed: Callable[[Connection], None], known: KnownHeads
+    ) -> None:
         self._limits = limits
+        self._known = known
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -82,7 +85,7 @@ class Connection(asyncio.Protocol):
         self.state = State.BUSY
         self.exchanges += 1
         if self._spare is None:
-            self._parser = ResponseParser(method, self._limits.engine_head_bytes)
+            self._parser = ResponseParser(method, self._limits.engine_head_bytes, self._known)
         else:
             self._parser, self._spare = self._spare, None
             self._parser.rearm(method)

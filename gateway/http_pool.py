@@ -7,6 +7,7 @@ import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from gateway.http1 import KnownHeads
 from gateway.http_connection import Connection, State
 from prfaas.errors import ConfigError, EngineUnavailable, Overloaded
 from prfaas.limits import Limits
@@ -61,6 +62,7 @@ class Pool:
         self._limits = limits
         self._max_connections = limits.gateway_max_in_flight + CONTROL_CONNECTIONS
         self._tls = ssl.create_default_context() if address.tls else None
+        self._known = KnownHeads()
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
         self._connecting = 0
@@ -109,7 +111,7 @@ class Pool:
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self._limits, self._forget),
+                    lambda: Connection(self._limits, self._forget, self._known),
                     address.host,
                     address.port,
                     ssl=self._tls,

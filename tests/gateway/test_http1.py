@@ -2,7 +2,7 @@
 
 import pytest
 
-from gateway.http1 import Headers, ResponseParser, request_head
+from gateway.http1 import MAX_KNOWN, Headers, KnownHeads, ResponseParser, request_head
 from prfaas.errors import InvalidRequest, ProtocolError
 from prfaas.testing.raw_http import OK
 
@@ -10,8 +10,14 @@ LIMIT = 4096
 CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 
 
-def read(*pieces: bytes, method: str = "POST", eof: bool = False, limit: int = LIMIT):
-    parser = ResponseParser(method, limit)
+def read(
+    *pieces: bytes,
+    method: str = "POST",
+    eof: bool = False,
+    limit: int = LIMIT,
+    known: KnownHeads | None = None,
+):
+    parser = ResponseParser(method, limit, known)
     for piece in pieces:
         parser.feed(piece)
     if eof:
@@ -85,6 +91,51 @@ def test_an_answer_reads_the_same_however_it_is_cut(name: str) -> None:
         if eof:
             parser.eof()
         assert told(parser) == told(whole), cut
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_head_that_was_read_before_reads_the_same(name: str) -> None:
+    """Also by a parser that reads answer after answer, and with anything behind."""
+    data, method, eof, _, _, _ = ANSWERS[name]
+    known = KnownHeads()
+    first, whole = (read(data, method=method, eof=eof, known=each) for each in (known, None))
+    assert told(first) == told(whole)
+    again = read(data, method=method, eof=eof, known=known)
+    assert told(again) == told(whole)
+    if again.rearmable:
+        for follows, reads in ((data, whole), (b"HTTP/1.1 204 Other\r\n\r\n", None), (data, whole)):
+            again.body.clear()
+            again.rearm(method)
+            again.feed(follows)
+            assert reads is None or told(again) == told(reads)
+    for cut in range(1, len(data)):
+        parser = read(data[:cut], data[cut:], method=method, eof=eof, known=known)
+        assert told(parser) == told(whole), cut
+    longer = read(data + b"x", method=method, known=known)
+    assert told(longer) == told(read(data + b"x", method=method))
+
+
+def test_a_head_that_was_read_before_is_no_way_round_the_rules() -> None:
+    known = KnownHeads()
+    head = OK + b"content-length: 5\r\n\r\n"
+    read(head + b"hello", known=known)
+    assert len(known) == 1
+    short = read(head + b"hell", known=known)
+    assert not short.complete
+    with pytest.raises(ProtocolError, match="middle of an answer"):
+        short.eof()
+    assert read(head, method="HEAD", known=known).complete
+    assert not read(head, method="HEAD", known=known).body
+
+
+def test_few_heads_are_remembered() -> None:
+    known = KnownHeads()
+    for number in range(3 * MAX_KNOWN):
+        read(OK + b"x: %d\r\ncontent-length: 2\r\n\r\n{}" % number, known=known)
+        assert 1 <= len(known) <= MAX_KNOWN
+    before = len(known)
+    read(OK + b"x: " + b"y" * 2000 + b"\r\ncontent-length: 2\r\n\r\n{}", known=known)
+    assert len(known) == before
 
 
 @pytest.mark.parametrize("name", ANSWERS)
