@@ -1,4 +1,4 @@
-"""The commands that plan and simulate: composition root of `policies` alone, loaded when run."""
+"""The commands that plan and simulate, and that measure what they need: loaded when run."""
 
 from __future__ import annotations
 
@@ -238,6 +238,53 @@ def explain(
     click.echo(run_explain(log, request_id, settings, as_json), nl=False)
 
 
+@click.command()
+@click.option("--gateway", required=True, help="URL of a gateway of the fleet.")
+@click.option("--engine", required=True, help="URL of a decode engine, past the gateway.")
+@click.option("--model", required=True, help="Model name that both serve.")
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Directory for scenario.yaml and the profiles it names.",
+)
+@click.option(
+    "--length",
+    "lengths",
+    multiple=True,
+    type=click.IntRange(2),
+    help="Characters of a prompt; repeatable; default: 256, 1024, 4096, 16384.",
+)
+@click.option("--rounds", type=click.IntRange(2), default=3, show_default=True, help="Of each.")
+@click.option(
+    "--max-batch",
+    type=click.IntRange(1),
+    default=16,
+    show_default=True,
+    help="Sequences in a decode step at most: noted, not measured.",
+)
+@click.option("--timeout", type=_POSITIVE, default=300, show_default=True, help="Of one answer, s.")
+def calibrate(
+    gateway: str,
+    engine: str,
+    model: str,
+    out: Path,
+    lengths: tuple[int, ...],
+    rounds: int,
+    max_batch: int,
+    timeout: float,
+) -> None:
+    """Measure a live fleet's engines and link, and write them as a scenario for plan and simulate.
+
+    The fleet must have nothing else to do, and a policy that sends long prompts to the peers.
+    """
+    from prfaas.up.calibrate_command import run_calibrate
+    from prfaas.up.calibration import LENGTHS, Plan
+
+    plan = Plan(model, tuple(sorted(set(lengths))) or LENGTHS, rounds)
+    run_calibrate(gateway, engine, plan, out, max_batch, timeout, click.echo)
+
+
 def _policy_settings(path: Path | None) -> PolicySettings:
     """Of a policy file, or of a configuration file whose `gateway.policy` may name one."""
     from policies.policy_file import is_policy_file, load_policy_file
@@ -281,4 +328,6 @@ def profile_show(name: str, tokenizer: str | None) -> None:
     click.echo(to_yaml(found), nl=False)
 
 
-COMMANDS: tuple[click.Command, ...] = (plan, workload, simulate, tune, explain, profile)
+COMMANDS: tuple[click.Command, ...] = (
+    plan, workload, simulate, tune, explain, calibrate, profile,
+)  # fmt: skip

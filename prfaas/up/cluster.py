@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from prfaas.errors import PrfaasError
 from prfaas.up.client import OpenAIClient
@@ -15,6 +15,12 @@ _OUTCOME_TIMEOUT_S = 10.0
 
 Record = Mapping[str, Any]
 """JSON of `GET /prfaas/requests/{id}`."""
+
+
+class Gets(Protocol):
+    """A client of a server's JSON documents."""
+
+    async def get(self, path: str) -> dict[str, Any]: ...
 
 
 async def wait_cluster(
@@ -51,7 +57,7 @@ def d_has_queue(cluster: Mapping[str, Any]) -> bool:
     return bool(local["load"]["queue_tokens"] > local["curve"]["chunk_tokens"])
 
 
-async def wait_record(gateway: OpenAIClient, request_id: str) -> Record:
+async def wait_record(gateway: Gets, request_id: str) -> Record:
     """What the gateway knows of a request, with the outcome where one is due."""
     deadline = time.monotonic() + _OUTCOME_TIMEOUT_S
     while True:

@@ -1,0 +1,153 @@
+"""Calibration finds the curves, steps and link that a fleet has, and says what it could not see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from policies.scenario import load_scenario
+from prfaas.errors import ConfigError, PrfaasError
+from prfaas.up.calibration import Plan, Samples, fitted, measure, profiles, scenario
+from prfaas.up.client import StreamedAnswer
+
+CHUNK, TOKEN_BYTES = 256, 2048
+STEP_S, SEQUENCE_S = 0.02, 0.001
+GOODPUT, RTT_S, BEYOND_S = 5e6, 0.02, 0.03
+RATIO = 1.6
+PLAN = Plan("m", lengths=(100, 1000, 3000), rounds=2)
+
+
+class Fleet:
+    """Gateway and engine at once, in virtual time: the parts of what it answers are known."""
+
+    def __init__(self, *, offloads: bool = True, usage: bool = True) -> None:
+        self._offloads, self._usage = offloads, usage
+        self._records: dict[str, dict[str, Any]] = {}
+        self.engine = Engine(self)
+
+    @staticmethod
+    def prefill_s(tokens: int, token_s: float) -> float:
+        return 0.01 * math.ceil(tokens / CHUNK) + token_s * tokens + 1e-8 * tokens**2 / 2
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int, **_: Any
+    ) -> StreamedAnswer:
+        tokens = len(prompt)
+        if not self._offloads:
+            return self._answer(tokens, 1.0, {"target": "local", "outcome": None})
+        wire = int(TOKEN_BYTES / RATIO * tokens)
+        compute_s = self.prefill_s(tokens, 2e-4)
+        link = {"goodput_bytes_per_s": GOODPUT, "rtt_s": RTT_S}
+        record = {
+            "target": "remote",
+            "snapshot": {
+                "token_bytes": TOKEN_BYTES, "state_bytes": 0,
+                "remotes": [{"peer": "far", "link": link}],
+            },
+            "outcome": {
+                "status": "staged", "peer": "far", "want_tokens": tokens,
+                "remote_cached_tokens": 0, "raw_bytes": TOKEN_BYTES * tokens,
+                "wire_bytes": wire, "phases": {"remote_compute": compute_s},
+            },
+        }  # fmt: skip
+        ttft_s = max(compute_s, wire / GOODPUT) + BEYOND_S + STEP_S + SEQUENCE_S
+        return self._answer(tokens, ttft_s, {**record, "decision": None})
+
+    async def get(self, path: str) -> dict[str, Any]:
+        if path == "/prfaas/cluster":
+            curve = {"chunk_tokens": CHUNK}
+            remotes = [{"peer": "far", "curve": curve} for _ in range(3)]
+            return {"local": {"curve": curve}, "engines": [{}, {}], "remotes": remotes}
+        return self._records[path.rsplit("/", 1)[1]]
+
+    def _answer(self, tokens: int, ttft_s: float, record: dict[str, Any]) -> StreamedAnswer:
+        name = f"r{len(self._records)}"
+        self._records[name] = record
+        return self.answered(name, tokens, ttft_s, 1, 1)
+
+    def answered(
+        self, name: str, tokens: int, ttft_s: float, count: int, batch: int
+    ) -> StreamedAnswer:
+        answer = StreamedAnswer(name, 0.0, first_event_at=ttft_s)
+        step_s = STEP_S + SEQUENCE_S * batch
+        answer.token_at = [ttft_s + step_s * at for at in range(count)]
+        answer.usage = {"prompt_tokens": tokens} if self._usage else {}
+        return answer
+
+
+class Engine:
+    """D itself. Answers that overlap are one batch."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self.batch = iter((1, 2, 2, 4, 4, 4, 4, *[8] * 8))
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, max_tokens: int, **_: Any
+    ) -> StreamedAnswer:
+        tokens = len(prompt)
+        batch = next(self.batch) if max_tokens > 1 else 1
+        ttft_s = Fleet.prefill_s(tokens, 6e-4) + STEP_S + SEQUENCE_S
+        return self._fleet.answered("", tokens, ttft_s, max_tokens, batch)
+
+    async def get(self, path: str) -> dict[str, Any]:
+        raise AssertionError(path)
+
+
+async def measured(fleet: Fleet, plan: Plan = PLAN) -> Samples:
+    return await measure(fleet, fleet.engine, plan)
+
+
+async def test_the_curves_and_the_link_of_the_fleet_are_found(tmp_path: Path) -> None:
+    samples = await measured(Fleet())
+    for name, data in profiles(samples, 16, "a test").items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(data))
+    file = tmp_path / "scenario.yaml"
+    file.write_text(yaml.safe_dump(scenario(samples, "m", 0.25)))
+    site, found = load_scenario(str(file))
+    assert (site.local.instances, site.peers[0].instances) == (2, 3)
+    for tokens in (100, 700, 3000):
+        assert found.prefill.prefill_s(tokens) == pytest.approx(Fleet.prefill_s(tokens, 6e-4))
+        assert found.peers["far"].prefill_s(tokens) == pytest.approx(Fleet.prefill_s(tokens, 2e-4))
+    assert found.decode.step_s(4, 0) == pytest.approx(STEP_S + 4 * SEQUENCE_S)
+    assert found.prefill.model.token_bytes == TOKEN_BYTES
+    assert found.prefill.wire_ratio("exact") == pytest.approx(RATIO, rel=1e-3)
+    assert site.peers[0].link.bytes_per_s == pytest.approx(GOODPUT)
+    assert site.peers[0].link.rtt_ms == pytest.approx(1e3 * BEYOND_S, rel=1e-6)
+    assert site.telemetry.interval_s == 0.25
+
+
+async def test_a_gateway_that_keeps_everything_is_told_of() -> None:
+    samples = await measured(Fleet(offloads=False))
+    with pytest.raises(ConfigError, match="always_remote"):
+        profiles(samples, 16, "a test")
+
+
+async def test_a_server_that_does_not_count_tokens_is_told_of() -> None:
+    with pytest.raises(PrfaasError, match="how many tokens"):
+        await measured(Fleet(usage=False))
+
+
+@pytest.mark.parametrize("plan", [Plan("m", (100,)), Plan("m", (100, 200), rounds=1)])
+async def test_a_plan_that_gives_no_curve_is_refused(plan: Plan) -> None:
+    with pytest.raises(ConfigError, match="at least"):
+        await measured(Fleet(), plan)
+
+
+def test_no_coefficient_is_negative() -> None:
+    tokens = np.array([100.0, 200.0, 400.0])
+    columns = np.stack([np.ones(3), tokens], axis=1)
+    base_s, token_s = fitted(columns, 0.01 * tokens - 0.5, required=1)
+    assert base_s == 0.0
+    assert token_s > 0
+
+
+def test_times_that_do_not_grow_are_no_curve() -> None:
+    with pytest.raises(ConfigError, match="idle"):
+        fitted(np.array([[1.0, 10.0], [1.0, 20.0]]), np.array([2.0, 1.0]) * -1, required=1)
