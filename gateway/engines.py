@@ -11,6 +11,7 @@ from gateway.engine_choice import EngineOption, rank_engines
 from gateway.engine_probe import EngineProbe
 from gateway.recent_prefixes import RecentPrefixes
 from gateway.tokenise import Chains
+from gateway.turns import Turns
 from gateway.upstream import Upstream
 from prfaas.clock import Clock
 from prfaas.hashing import BlockHash
@@ -57,6 +58,7 @@ class Engine:
         self.serving = Serving(self)
         self._clock = clock
         self._on_change = on_change
+        self._most_active = limits.engine_active_requests
         self._back_at: float | None = None
         self.probe = EngineProbe(upstream, limits.control_timeout_s, self._changed)
 
@@ -65,7 +67,9 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """False while it starts slowly and has what it may have."""
+        """False where it has what it may have, of which it gets little while it starts slowly."""
+        if self._most_active and self.in_flight >= self._most_active:
+            return False
         if self._back_at is None:
             return True
         age_s = self._clock.now() - self._back_at
@@ -97,6 +101,11 @@ class Engines:
         self.breakers = view.breakers
         self.recent = RecentPrefixes(clock)
         self._on_change = on_change
+        self._most_active = limits.engine_active_requests
+        self.turns: Turns | None = None
+        """Where requests wait for room; None where engines get as many as come."""
+        if self._most_active:
+            self.turns = Turns(lambda: self.room, limits.gateway_waiting, limits.gateway_wait_s)
         self._engines = {
             name: Engine(name, upstream, limits, clock, self._changed)
             for name, upstream in upstreams.items()
@@ -148,12 +157,20 @@ class Engines:
         ]
         return self._engines[rank_engines(options, prompt_tokens, key)[0].local.name]
 
+    @property
+    def room(self) -> int:
+        """How many requests the engines that work may have together, at least those of one."""
+        return self._most_active * max(1, sum(map(self._works, self)))
+
     def usable(self, engine: Engine) -> bool:
+        """It works, and has room for one more request."""
+        return engine.has_room and self._works(engine)
+
+    def _works(self, engine: Engine) -> bool:
         """It answers, takes new requests, and has not failed of late."""
         feed = self._view.feeds.get(engine.name)
         return (
             engine.probe.reachable
-            and engine.has_room
             and not (feed is not None and feed.connected and feed.engine.draining)
             and self.breakers.engines[engine.name].allows
         )
@@ -186,6 +203,8 @@ class Engines:
     def _changed(self, engine: Engine) -> None:
         if not engine.probe.reachable:  # whatever comes back has nothing cached
             self.recent.forget(engine.name)
+        elif self.turns is not None:
+            self.turns.look()
         self._on_change(engine)
 
 

@@ -62,6 +62,7 @@ class Generation:
         self._ids = ids
         self._clock = clock
         self._deadlines = Deadlines(limits.request_timeout_s)
+        self._turns = engines.turns
         self._dispatcher = Dispatcher(settings, limits, view, budget, clock)
         self.outcomes = Outcomes(limits, policy, view, self._dispatcher, metrics)
         self._attempts = Attempts(
@@ -148,8 +149,15 @@ class Generation:
 
         # 3. to 7. in `Attempts`, for one engine after the other.
         job = Job(inbound, parsed, prompt, salt, sink, record, short)
-        return await (self._streamed(job) if parsed.stream else self._attempts.run(job))
+        if self._turns is None:
+            return await self._taken(job)
+        async with self._turns:
+            return await self._taken(job)
         # 8. One log line for each request, with its outcome: see `_end`.
+
+    async def _taken(self, job: Job) -> WholeAnswer | Relayed:
+        """It goes to an engine now."""
+        return await (self._streamed(job) if job.parsed.stream else self._attempts.run(job))
 
     async def _streamed(self, job: Job) -> WholeAnswer | Relayed:
         """With comments for a client who would wait for long, after which an error is an event."""

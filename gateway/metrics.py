@@ -208,6 +208,7 @@ class _LiveGauges(Collector):
         admission, budget = self._sources.admission, self._sources.budget
         yield _single("in_flight_requests", "Requests being served.", admission.in_flight)
         yield _single("in_flight_requests_peak", "The most so far.", admission.peak)
+        yield from self._turns()
         yield _single(
             "fallback_granted_tokens",
             "Uncached tokens of unfinished offloads that may fall back to D.",
@@ -231,6 +232,16 @@ class _LiveGauges(Collector):
         yield from self._feeds()
         yield from self._links()
         yield from self._limits()
+
+    def _turns(self) -> Iterable[Metric]:
+        turns = self._sources.engines.turns
+        waiting, refused = (0, 0) if turns is None else (turns.waiting, turns.refused)
+        yield _single("waiting_requests", "Waiting for an engine to have room.", waiting)
+        yield CounterMetricFamily(
+            "prfaas_gateway_waits_refused",
+            "Requests that found too many waiting, or waited in vain for an engine.",
+            value=refused,
+        )
 
     def _breakers(self) -> Iterable[Metric]:
         is_open = _family(

@@ -55,6 +55,18 @@ class Limits(BaseModel):
     gateway_max_in_flight: int = Field(
         1024, gt=0, description="Requests a gateway holds at once; more get 503."
     )
+    engine_active_requests: int = Field(
+        0,
+        ge=0,
+        description="Requests that a gateway lets one engine have; more wait in the gateway, or get "
+        "503. 0: as many as come.",
+    )
+    gateway_waiting: int = Field(
+        256, gt=0, description="Requests waiting in a gateway for an engine; more get 503 at once."
+    )
+    gateway_wait_s: float = Field(
+        5.0, gt=0, description="A request that has waited so long for an engine gets 503."
+    )
     tenant_waiting: int = Field(
         64, gt=0, description="Requests of one tenant waiting for their turn; more get 429."
     )

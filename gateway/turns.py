@@ -1,0 +1,87 @@
+"""Requests that wait until an engine has room, so that what is let in stays fast under overload."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from gateway.records import TURN
+from prfaas.errors import Overloaded
+
+RETRY_AFTER_S = 1.0
+
+
+class Turns:
+    """Lets as many requests go to the engines as these have room for; others wait, first come first
+    served, so many of them and so long. Enter it with `async with`. Owns who waits; nothing to
+    close.
+
+    What waits in an engine takes its memory and its time from those whose answers have begun; what
+    waits here costs nothing, and can still go to whichever engine has room first.
+    """
+
+    def __init__(self, room: Callable[[], int], most_waiting: int, wait_s: float) -> None:
+        """`room`: how many requests all engines together may have now."""
+        self._room = room
+        self._most_waiting = most_waiting
+        self._wait_s = wait_s
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self.active = 0
+        self.waiting = 0
+        self.refused = 0
+        """Since the start: who found the queue full, and who waited in vain."""
+
+    def __repr__(self) -> str:
+        return f"<Turns active={self.active} waiting={self.waiting} refused={self.refused}>"
+
+    async def __aenter__(self) -> None:
+        """Raises Overloaded."""
+        if not self.waiting and self.active < self._room():
+            self.active += 1
+            return
+        if self.waiting >= self._most_waiting:
+            self.refused += 1
+            raise Overloaded(
+                f"the engines are full, and {self.waiting} requests wait already",
+                retry_after_s=RETRY_AFTER_S,
+            )
+        await self._wait()
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.active -= 1
+        self.look()
+
+    def look(self) -> None:
+        """Let go who may go now; to be called where engines came back."""
+        while self._queue and self.active < self._room():
+            turn = self._queue.popleft()
+            if not turn.done():
+                self.active += 1
+                turn.set_result(None)
+
+    async def _wait(self) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.append(turn)
+        self.waiting += 1
+        self.look()  # an engine may have come back meanwhile
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await turn
+        except BaseException as exc:
+            if turn.done() and not turn.cancelled():  # it came while its owner was leaving
+                self.active -= 1
+                self.look()
+            turn.cancel()
+            if not isinstance(exc, TimeoutError):
+                raise
+            self.refused += 1
+            raise Overloaded(
+                f"no engine had room within {self._wait_s:g} s",
+                retry_after_s=RETRY_AFTER_S,
+                phase=TURN,
+            ) from None
+        finally:
+            self.waiting -= 1
+            if turn in self._queue:
+                self._queue.remove(turn)
