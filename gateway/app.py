@@ -27,6 +27,7 @@ from gateway.live_policy import LivePolicy, MakePolicy
 from gateway.metrics import GatewayMetrics, LiveSources
 from gateway.passing import Passing
 from gateway.records import RecordBook
+from gateway.request_spans import RequestSpans
 from gateway.state.starting import state_of
 from gateway.tenancy.tenancy import tenancy_of
 from gateway.tokenise import PromptTokenizer, Tokeniser
@@ -42,6 +43,7 @@ from prfaas.interfaces import RoutingPolicy
 from prfaas.settings import Settings
 from prfaas.snapshot import Outcome
 from prfaas.tokens import Tokenizer
+from prfaas.tracing_on import open_spans
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,9 @@ class Gateway:
         self.policy = LivePolicy(gateway, policy, make_policy, self.metrics)
         self.tenancy = tenancy_of(gateway, limits, self.metrics.tenants, clock)
         self._door = None if self.tenancy is None else self.tenancy.door
-        self._ids = Ids()
+        self._spans = open_spans(settings.tracing, "gateway")
+        spans = RequestSpans(self._spans) if self._spans is not None else None
+        self._ids = Ids(settings.tracing.sample)
         self.generation = Generation(
             gateway,
             limits,
@@ -110,6 +114,7 @@ class Gateway:
             self.budget,
             self._ids,
             clock,
+            spans,
         )
         self.state = state_of(
             gateway.state, self.view, self.tenancy, self.policy, self.metrics.state, clock, store
@@ -126,6 +131,7 @@ class Gateway:
             self.metrics,
             self._ids,
             clock,
+            spans,
         )
         self.metrics.watch(
             LiveSources(
@@ -216,6 +222,8 @@ class Gateway:
             for upstream in self._upstreams.values():
                 await upstream.close()
             self._tokeniser.close()
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.close)
 
     async def drain(self) -> bool:
         """Refuse new requests and wait for those under way; False when the limit ended it."""

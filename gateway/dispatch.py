@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec import UNSET
+
 from gateway.admission import RETRY_AFTER_S, FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.records import RequestRecord
@@ -88,6 +90,7 @@ class Dispatcher:
             salt=salt,
             expires=self._clock.wall() + self._settings.transfer_ttl_s,
             tenant=tenant,
+            traceparent=record.trace.traceparent if record.trace is not None else UNSET,
         )
 
     def _count_sent(self, key: str, decision: Decision, snapshot: Snapshot) -> None:

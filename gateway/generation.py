@@ -19,6 +19,7 @@ from gateway.outcomes import Outcomes
 from gateway.quality import salt_of
 from gateway.records import RecordBook, RequestRecord
 from gateway.relay import ClientSink, Relayed, WholeAnswer, end_broken, end_refused
+from gateway.request_spans import RequestSpans
 from gateway.schema import ParsedRequest, parse
 from gateway.tokenise import Prompt, Tokeniser, guess
 from gateway.tokenizer_check import TokenizerCheck
@@ -51,6 +52,7 @@ class Generation:
         budget: FallbackBudget,
         ids: Ids,
         clock: Clock,
+        spans: RequestSpans | None = None,
     ) -> None:
         self._settings = settings
         self._limits = limits
@@ -64,7 +66,8 @@ class Generation:
         self._deadlines = Deadlines(limits.request_timeout_s)
         self._turns = engines.turns
         self._dispatcher = Dispatcher(settings, limits, view, budget, clock)
-        self.outcomes = Outcomes(limits, policy, view, self._dispatcher, metrics)
+        self._traced = spans is not None
+        self.outcomes = Outcomes(limits, policy, view, self._dispatcher, metrics, spans)
         self._attempts = Attempts(
             settings,
             limits,
@@ -92,6 +95,8 @@ class Generation:
             inbound.request_id, inbound.api.value, inbound.trace.trace_id, self._ids.hex(16)
         )
         record.tenant = inbound.visit.name
+        if self._traced and inbound.trace.sampled:
+            record.trace = inbound.trace
         answer: WholeAnswer | Relayed | None = None
         task = asyncio.current_task()
         assert task is not None

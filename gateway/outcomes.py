@@ -10,6 +10,7 @@ from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.records import RequestRecord
 from gateway.request_log import RequestLog
+from gateway.request_spans import RequestSpans
 from prfaas.limits import Limits
 from prfaas.snapshot import Outcome
 
@@ -26,13 +27,14 @@ class Outcomes:
         view: ClusterView,
         dispatcher: Dispatcher,
         metrics: GatewayMetrics,
+        spans: RequestSpans | None = None,
     ) -> None:
         self._late_s = limits.watch_stale_s
         self._policy = policy
         self._view = view
         self._dispatcher = dispatcher
         self._metrics = metrics
-        self._log = RequestLog()
+        self._log = RequestLog(spans)
         self._awaiting: dict[str, RequestRecord] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._waiters: dict[str, asyncio.Event] = {}

@@ -17,6 +17,7 @@ from gateway.passed import PassedBody, PassedInbound
 from gateway.records import RecordBook, RequestRecord
 from gateway.relay import EVENT_STREAM, ClientSink, Relayed, WholeAnswer, relay_whole
 from gateway.request_log import RequestLog
+from gateway.request_spans import RequestSpans
 from prfaas.clock import Clock
 from prfaas.errors import (
     Cancelled,
@@ -49,6 +50,7 @@ class Passing:
         metrics: GatewayMetrics,
         ids: Ids,
         clock: Clock,
+        spans: RequestSpans | None = None,
     ) -> None:
         self._settings = settings
         self._limits = limits
@@ -59,7 +61,8 @@ class Passing:
         self._ids = ids
         self._clock = clock
         self._cache_secret = settings.cache_secret.get_secret_value().encode()
-        self._log = RequestLog()
+        self._traced = spans is not None
+        self._log = RequestLog(spans)
 
     def close(self) -> None:
         self._log.close()
@@ -73,6 +76,8 @@ class Passing:
             inbound.request_id, inbound.api.value, inbound.trace.trace_id, self._ids.hex(16)
         )
         record.tenant = inbound.visit.name
+        if self._traced and inbound.trace.sampled:
+            record.trace = inbound.trace
         answer: WholeAnswer | Relayed | None = None
         try:
             answer = await self._within_time(inbound, sink, record)

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.live_policy import Shadow
+from gateway.trace import Trace
 from prfaas.clock import Clock
 from prfaas.errors import PrfaasError, RateLimited
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target
@@ -29,6 +30,8 @@ class RequestRecord(msgspec.Struct):
     """Our own id of it, unlike the client's certain to be unique."""
     started_at: float
     started_wall: float
+    trace: Trace | None = None
+    """Where its spans are recorded."""
     transfer_id: str = ""
     engine: str = ""
     """The decode engine that it was last sent to."""

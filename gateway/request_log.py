@@ -9,6 +9,7 @@ from typing import TextIO
 import msgspec
 
 from gateway.records import RequestRecord, summary
+from gateway.request_spans import RequestSpans
 from prfaas.snapshot import Snapshot
 
 LOGGER = logging.getLogger("gateway.request")
@@ -29,7 +30,9 @@ class RequestLog:
     short answer. Handlers other than plain streams and files get a record for each as ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spans: RequestSpans | None = None) -> None:
+        """`spans` is told of each record too."""
+        self._spans = spans
         self._lines: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
         self._encoder = msgspec.json.Encoder()
@@ -37,6 +40,8 @@ class RequestLog:
 
     def add(self, record: RequestRecord) -> None:
         """The record as it is now."""
+        if self._spans is not None:
+            self._spans.add(record)
         if not LOGGER.isEnabledFor(logging.INFO):
             return
         fields = summary(record)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
@@ -22,6 +22,10 @@ from prfaas.clock import Deadline
 from prfaas.errors import ConfigError
 from prfaas.http_log import server_logger
 from prfaas.settings import EngineSettings, Settings
+from prfaas.tracing_on import open_spans
+
+if TYPE_CHECKING:
+    from prfaas.tracing import Spans
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +44,10 @@ async def serve(settings: Settings, ready: Callable[[int], None] | None = None) 
     welcome. Raises ConfigError, with the port closed again.
     """
     state = ServerState(settings.limits)
+    spans = open_spans(settings.tracing, "engine")
     try:
         with _signals() as signals:
-            async with _listening(state, settings.engine) as port:
+            async with _listening(state, settings.engine, spans) as port:
                 load = _in_thread(lambda: _load(settings), lambda late: late.engine.close())
                 assembled = await _unless(signals.stop, load)
                 if assembled is None:
@@ -58,6 +63,8 @@ async def serve(settings: Settings, ready: Callable[[int], None] | None = None) 
                     await asyncio.to_thread(assembled.engine.close)
     finally:
         state.close()
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
 
 def _load(settings: Settings) -> Assembled:
@@ -112,9 +119,11 @@ async def _drain(assembled: Assembled, state: ServerState, signals: _Signals) ->
 
 
 @contextlib.asynccontextmanager
-async def _listening(state: ServerState, settings: EngineSettings) -> AsyncIterator[int]:
+async def _listening(
+    state: ServerState, settings: EngineSettings, spans: Spans | None
+) -> AsyncIterator[int]:
     """The HTTP server; yields its port. Raises ConfigError when the address cannot be had."""
-    app = build_app(state, debug_endpoints=settings.debug_endpoints)
+    app = build_app(state, debug_endpoints=settings.debug_endpoints, spans=spans)
     runner = web.AppRunner(
         app,
         handler_cancellation=True,

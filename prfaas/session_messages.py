@@ -85,6 +85,8 @@ class SessionOpen:
     """Until the first ACK; 0: nothing is sent before it grants some."""
     on_demand: bool = False
     """Pull: nothing is sent before an ACK asks for it. Otherwise all is, as soon as it is there."""
+    traceparent: str = ""
+    """Of D's span; empty: nobody traces."""
 
     @property
     def token_count(self) -> int:

@@ -28,6 +28,7 @@ from prfaas.errors import ConfigError
 from prfaas.limits import Limits
 from prfaas.policy_settings import PolicySettings as PolicySettings
 from prfaas.section import Section
+from prfaas.tracing_settings import TracingSettings
 
 CodecName = Literal[
     "tight-basis", "compact-basis", "near-basis", "near-channels", "int8", "exponent",
@@ -438,6 +439,7 @@ class Settings(BaseSettings):
     engine: EngineSettings = Field(EngineSettings(), description="`prfaas engine`.")
     agent: AgentSettings = Field(AgentSettings(), description="`prfaas agent`.")
     prefill: PrefillSettings = Field(PrefillSettings(), description="`prfaas prefill`.")
+    tracing: TracingSettings = Field(TracingSettings(), description="OpenTelemetry traces.")
 
     @classmethod
     def settings_customise_sources(

@@ -43,6 +43,8 @@ class TransferParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     expires: float
     tenant: str = ""
     """For whom, as the gateway knows its clients; empty: nobody in particular."""
+    traceparent: str | msgspec.UnsetType = msgspec.UNSET
+    """Span of the gateway that the agents' are children of; left out: nobody traces."""
     mac: str = ""
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,11 +104,14 @@ def canonical(params: TransferParams) -> str:
     plan = ",".join(
         [f'{{"instance":{_text(s.instance)},"peer":{_text(s.peer)}}}' for s in params.plan]
     )
+    trace = ""
+    if params.traceparent is not msgspec.UNSET:
+        trace = f'"traceparent":{_text(params.traceparent)},'
     return (
         f'{{"deadline_s":{params.deadline_s!r},"expires":{params.expires!r},'
         f'"on_failure":{_text(params.on_failure)},"plan":[{plan}],'
         f'"quality":{_text(params.quality)},"salt":{_text(params.salt)},'
-        f'"tenant":{_text(params.tenant)},"transfer_id":{_text(params.transfer_id)},'
+        f'"tenant":{_text(params.tenant)},{trace}"transfer_id":{_text(params.transfer_id)},'
         f'"version":{params.version!r}}}'
     )
 

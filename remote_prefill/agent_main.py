@@ -15,6 +15,7 @@ from prfaas.kvport import PortServer
 from prfaas.rpc.server_log import quiet_server_log
 from prfaas.settings import Settings
 from prfaas.tls import require_tls_or_loopback
+from prfaas.tracing_on import open_spans
 from remote_prefill.decode_agent import DecodeAgent
 from remote_prefill.lifecycle import stop_grpc, stop_signals
 from remote_prefill.metrics import metrics_server
@@ -38,7 +39,8 @@ class AgentServer:
         check_vllm(mine)
         self._files = open_files(mine.tls, "both", "agent.tls")
         self._settings = mine
-        self.agent = agent = DecodeAgent(settings, tls=self._files)
+        self._spans = open_spans(settings.tracing, "agent")
+        self.agent = agent = DecodeAgent(settings, tls=self._files, spans=self._spans)
         agent.metrics.certificate_end.set_function(partial(ends_at, self._files))
         self._port_server = PortServer(
             mine.socket,
@@ -79,6 +81,8 @@ class AgentServer:
         self.agent.feed.close()
         await stop_grpc(self._server, grace_s, force or asyncio.Event())
         await self.agent.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
 
 async def serve(settings: Settings, ready: Callable[[int], None] | None = None) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prfaas.clock import SYSTEM_CLOCK, Clock
 from prfaas.codecs import agent_codecs
@@ -39,9 +39,13 @@ from remote_prefill.metrics import AgentMetrics
 from remote_prefill.mirror import EngineMirror
 from remote_prefill.numeric_probe import local_probe
 from remote_prefill.peer_pool import PeerPool
+from remote_prefill.spans import add_fetch
 from remote_prefill.staging import StagingPool
 from remote_prefill.vllm_engine import VllmEngine, vllm_beside
 from remote_prefill.watch import WatchFeed
+
+if TYPE_CHECKING:
+    from prfaas.tracing import Spans
 
 log = logging.getLogger(__name__)
 
@@ -90,13 +94,20 @@ class DecodeAgent:
     """
 
     def __init__(
-        self, settings: Settings, *, tls: TlsFiles | None = None, clock: Clock = SYSTEM_CLOCK
+        self,
+        settings: Settings,
+        *,
+        tls: TlsFiles | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+        spans: Spans | None = None,
     ) -> None:
+        """`spans` is borrowed; None: nothing is traced."""
         mine = settings.agent
         self.settings = mine
         self.limits = settings.limits
         self.clock = clock
         self.metrics = AgentMetrics()
+        self._spans = spans
         self.codecs = agent_codecs(mine.codecs, mine.codec_calibration)
         self.draining = False
         self.side: EngineSide | None = None
@@ -304,6 +315,9 @@ class DecodeAgent:
             self.metrics.quality_fetches.labels(job.params.quality, outcome.quality).inc()
         for phase, seconds in outcome.phases.items():
             self.metrics.phase_seconds.labels(phase).observe(seconds)
+        if self._spans is not None and job.parent is not None and job.span is not None:
+            took_s = outcome.phases.get("total", 0.0)
+            add_fetch(self._spans, job.span, job.parent.span_id, outcome, took_s, self.clock)
         log.info("fetch ended %r status=%s reason=%s", job, outcome.status, outcome.reason or "-")
         self._report(outcome)
         self._publish()

@@ -23,6 +23,7 @@ from prfaas.limits import Limits
 from prfaas.placement import StagingMap
 from prfaas.session_messages import SessionOpen
 from prfaas.snapshot import Outcome
+from prfaas.trace_context import parse_traceparent
 from prfaas.transfer import TransferParams
 from prfaas_connect.port.messages import Fetch, FetchDone, Release
 from remote_prefill.metrics import AgentMetrics
@@ -97,6 +98,8 @@ class FetchJob:
         self._epoch = 0
         self._status = ""
         self._reason = ""
+        self.parent = parse_traceparent(params.traceparent or "")
+        self.span = self.parent.child() if self.parent is not None else None
         self._task: asyncio.Task[None] | None = None
         self._overdue: asyncio.TimerHandle | None = None
 
@@ -215,6 +218,7 @@ class FetchJob:
                 engine_epoch=remote.engine_epoch,
                 hold_until_sealed=self._context.hold_until_sealed,
                 tenant=self.params.tenant,
+                traceparent=self.span.traceparent if self.span is not None else "",
             )
             await link.fetch(
                 request,

@@ -7,6 +7,7 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import Handshake, SessionOpen
 from prfaas.settings import PrefillSettings
 from prfaas.telemetry import LinkInfo
+from prfaas.trace_context import parse_traceparent
 from prfaas_connect.port.messages import (
     Abort,
     Fetch,
@@ -54,8 +56,12 @@ from remote_prefill.retention import RetentionPool
 from remote_prefill.sender import Sender, SenderOptions
 from remote_prefill.served_link import LinkTable
 from remote_prefill.served_session import ServedSession
+from remote_prefill.spans import add_session
 from remote_prefill.vllm_engine import vllm_beside
 from remote_prefill.watch import WatchFeed
+
+if TYPE_CHECKING:
+    from prfaas.tracing import Spans
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +78,15 @@ class PrefillAgent:
     """
 
     def __init__(
-        self, settings: PrefillSettings, limits: Limits, *, clock: Clock = SYSTEM_CLOCK
+        self,
+        settings: PrefillSettings,
+        limits: Limits,
+        *,
+        clock: Clock = SYSTEM_CLOCK,
+        spans: Spans | None = None,
     ) -> None:
+        """`spans` is borrowed; None: nothing is traced."""
+        self._spans = spans
         self.settings = settings
         self.limits = limits
         self.clock = clock
@@ -322,6 +335,20 @@ class PrefillAgent:
         if machine.state is SendState.COMPLETE:
             self.metrics.raw_bytes.inc(machine.ledger.raw_bytes)
         self.metrics.session_seconds.observe(self.clock.now() - served.opened_s)
+        parent = parse_traceparent(machine.request.traceparent)
+        if self._spans is not None and parent is not None:
+            add_session(
+                self._spans,
+                parent,
+                transfer_id=machine.request.transfer_id,
+                client=client.identity,
+                state=machine.state.value,
+                reason=reason,
+                tokens=machine.request.token_count,
+                wire_bytes=machine.wire_bytes,
+                took_s=self.clock.now() - served.opened_s,
+                clock=self.clock,
+            )
         self._publish()
         log.info("session ended %r reason=%s", machine, reason or "none")
 

@@ -15,6 +15,7 @@ from prfaas.kvport import PortServer
 from prfaas.rpc.server_log import quiet_server_log
 from prfaas.settings import Settings
 from prfaas.tls import require_tls_or_loopback
+from prfaas.tracing_on import open_spans
 from remote_prefill.lifecycle import stop_grpc, stop_signals
 from remote_prefill.metrics import metrics_server
 from remote_prefill.prefill_agent import PrefillAgent
@@ -49,7 +50,8 @@ class PrefillServer:
         check_vllm(mine)
         self._files = open_files(mine.tls, "server", "prefill.tls")
         self._settings = mine
-        self.agent = agent = PrefillAgent(mine, limits)
+        self._spans = open_spans(settings.tracing, "prefill")
+        self.agent = agent = PrefillAgent(mine, limits, spans=self._spans)
         agent.metrics.certificate_end.set_function(partial(ends_at, self._files))
         self._port_server = PortServer(
             mine.socket,
@@ -96,6 +98,8 @@ class PrefillServer:
         await stop_grpc(self._server, grace_s, force or asyncio.Event())
         await self._port_server.close()
         await self.agent.close()
+        if self._spans is not None:
+            await asyncio.to_thread(self._spans.close)
 
 
 async def serve(settings: Settings, ready: Callable[[int], None] | None = None) -> None:

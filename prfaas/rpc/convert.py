@@ -247,6 +247,7 @@ def open_to_bytes(value: SessionOpen) -> bytes:
             link=value.link,
             credit_bytes=value.credit_bytes,
             on_demand=value.on_demand,
+            traceparent=value.traceparent,
         )
     )
 
@@ -270,6 +271,7 @@ def open_from_bytes(data: bytes | memoryview) -> SessionOpen:
         link=message.link,
         credit_bytes=message.credit_bytes,
         on_demand=message.on_demand,
+        traceparent=message.traceparent,
     )
 
 

@@ -25,6 +25,8 @@ def write_config(
     """A private file in `directory` with `section` for `prfaas COMMAND`, and the process."""
     file = directory / f"{name}.yaml"
     content = {"config_version": base.config_version, "limits": base.limits, command: section}
+    if base.tracing.endpoint:
+        content["tracing"] = base.tracing
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
         yaml.safe_dump(plain(content), out, sort_keys=False)
     arguments = ("-m", "prfaas", command, "--config", str(file))

@@ -45,6 +45,7 @@ def test_signed_parameters_cross_json_and_verify_with_either_key() -> None:
         {},
         {"plan": (PlanStep('a"b', "é"), PlanStep("\ud800", "\n"))},
         {"plan": (), "deadline_s": 0.1, "expires": 1796025932.2645793, "tenant": "\u2028"},
+        {"traceparent": "00-" + 32 * "a" + "-" + 16 * "b" + "-01"},
         {"quality": Quality.EXACT, "deadline_s": 1e22, "expires": 5e-324},
     ],
 )

@@ -93,7 +93,7 @@ class HandshakeReply(_message.Message):
     def __init__(self, server: _Optional[str] = ..., model: _Optional[str] = ..., wire_major: _Optional[int] = ..., wire_minor: _Optional[int] = ..., features: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., codecs: _Optional[_Iterable[str]] = ..., chunk_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., instance: _Optional[str] = ..., engine_epoch: _Optional[str] = ..., paced: bool = ..., link: _Optional[bytes] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("transfer_id", "model", "tokens", "send_from", "salt", "use_cache", "quality", "codecs", "deadline_s", "lease_s", "hold_until_sealed", "engine_epoch", "tenant", "link", "credit_bytes", "on_demand")
+    __slots__ = ("transfer_id", "model", "tokens", "send_from", "salt", "use_cache", "quality", "codecs", "deadline_s", "lease_s", "hold_until_sealed", "engine_epoch", "tenant", "link", "credit_bytes", "on_demand", "traceparent")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -110,6 +110,7 @@ class SessionOpen(_message.Message):
     LINK_FIELD_NUMBER: _ClassVar[int]
     CREDIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     ON_DEMAND_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     model: str
     tokens: bytes
@@ -126,7 +127,8 @@ class SessionOpen(_message.Message):
     link: bytes
     credit_bytes: int
     on_demand: bool
-    def __init__(self, transfer_id: _Optional[str] = ..., model: _Optional[str] = ..., tokens: _Optional[bytes] = ..., send_from: _Optional[int] = ..., salt: _Optional[str] = ..., use_cache: bool = ..., quality: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., hold_until_sealed: bool = ..., engine_epoch: _Optional[str] = ..., tenant: _Optional[str] = ..., link: _Optional[bytes] = ..., credit_bytes: _Optional[int] = ..., on_demand: bool = ...) -> None: ...
+    traceparent: str
+    def __init__(self, transfer_id: _Optional[str] = ..., model: _Optional[str] = ..., tokens: _Optional[bytes] = ..., send_from: _Optional[int] = ..., salt: _Optional[str] = ..., use_cache: bool = ..., quality: _Optional[str] = ..., codecs: _Optional[_Iterable[str]] = ..., deadline_s: _Optional[float] = ..., lease_s: _Optional[float] = ..., hold_until_sealed: bool = ..., engine_epoch: _Optional[str] = ..., tenant: _Optional[str] = ..., link: _Optional[bytes] = ..., credit_bytes: _Optional[int] = ..., on_demand: bool = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class SessionResume(_message.Message):
     __slots__ = ("link", "ack")
