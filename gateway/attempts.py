@@ -33,6 +33,8 @@ TARGET_HEADER = "x-prfaas-target"
 KV_FAILED = frozenset({"refused", "failed"})
 """Outcomes after which an engine has no KV to answer from, and was told not to compute it."""
 RETRY_AFTER_S = 1.0
+PACED_EVENTS = 8
+"""A stream of fewer says nothing of its engine's pace."""
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 """Answers that say that this engine cannot now: another one may."""
 BROKEN_STATUSES = frozenset({500, 502, 504})
@@ -105,6 +107,8 @@ class Attempts:
                     self._engines.failed(engine)
                 else:
                     self._engines.succeeded(engine)
+                if record.events >= PACED_EVENTS and (gap_s := record.mean_gap_s) is not None:
+                    self._engines.paced(engine, gap_s)
                 if last or status not in RETRIED_STATUSES:
                     return answer
                 why = f"status_{status}"

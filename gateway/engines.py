@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from gateway.cluster_view import ClusterView
 from gateway.engine_choice import EngineOption, rank_engines
 from gateway.engine_probe import EngineProbe
+from gateway.outliers import Outliers
 from gateway.recent_prefixes import RecentPrefixes
 from gateway.tokenise import Chains
 from gateway.turns import Turns
@@ -67,7 +68,7 @@ class Engine:
 
     @property
     def has_room(self) -> bool:
-        """False where it has what it may have, of which it gets little while it starts slowly."""
+        """False where it has what it may have, which is little while it starts slowly."""
         if self._most_active and self.in_flight >= self._most_active:
             return False
         if self._back_at is None:
@@ -75,9 +76,9 @@ class Engine:
         age_s = self._clock.now() - self._back_at
         return age_s > SLOW_START_S or self.in_flight < 1 + SLOW_START_PER_S * age_s
 
-    def came_back(self) -> None:
-        """It failed, and does not any more."""
-        self._back_at = self._clock.now()
+    def came_back(self, at: float | None = None) -> None:
+        """It failed, and does not any more, now or from `at` on."""
+        self._back_at = self._clock.now() if at is None else at
 
     def _changed(self, reachable: bool) -> None:
         logger.info("engine %s is %s", self.name, "reachable" if reachable else "not reachable")
@@ -100,6 +101,7 @@ class Engines:
         self._view = view
         self.breakers = view.breakers
         self.recent = RecentPrefixes(clock)
+        self.outliers = Outliers(clock, lambda name, until: self._engines[name].came_back(until))
         self._on_change = on_change
         self._most_active = limits.engine_active_requests
         self.turns: Turns | None = None
@@ -172,6 +174,7 @@ class Engines:
         return (
             engine.probe.reachable
             and not (feed is not None and feed.connected and feed.engine.draining)
+            and not self.outliers.out(engine.name)
             and self.breakers.engines[engine.name].allows
         )
 
@@ -188,10 +191,15 @@ class Engines:
     def failed(self, engine: Engine) -> None:
         """It could not answer: no connection, a broken one, an error of its own."""
         self.breakers.engines[engine.name].failed()
+        self.outliers.answered(engine.name, failed=True)
 
     def unjudged(self, engine: Engine) -> None:
         """The client left, or the request failed for another reason."""
         self.breakers.engines[engine.name].unjudged()
+
+    def paced(self, engine: Engine, gap_s: float) -> None:
+        """A stream went by, with so much time between two of its events."""
+        self.outliers.paced(engine.name, gap_s)
 
     def succeeded(self, engine: Engine) -> None:
         """It answered, whatever it said."""
@@ -199,10 +207,12 @@ class Engines:
         if not breaker.is_closed:
             engine.came_back()
         breaker.succeeded()
+        self.outliers.answered(engine.name, failed=False)
 
     def _changed(self, engine: Engine) -> None:
         if not engine.probe.reachable:  # whatever comes back has nothing cached
             self.recent.forget(engine.name)
+            self.outliers.forget(engine.name)
         elif self.turns is not None:
             self.turns.look()
         self._on_change(engine)

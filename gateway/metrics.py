@@ -209,6 +209,7 @@ class _LiveGauges(Collector):
         yield _single("in_flight_requests", "Requests being served.", admission.in_flight)
         yield _single("in_flight_requests_peak", "The most so far.", admission.peak)
         yield from self._turns()
+        yield from self._outliers()
         yield _single(
             "fallback_granted_tokens",
             "Uncached tokens of unfinished offloads that may fall back to D.",
@@ -232,6 +233,20 @@ class _LiveGauges(Collector):
         yield from self._feeds()
         yield from self._links()
         yield from self._limits()
+
+    def _outliers(self) -> Iterable[Metric]:
+        engines = self._sources.engines
+        out = _family("engine_out", "1 while it rests: much worse than the others.", "engine")
+        for engine in engines:
+            out.add_metric([engine.name], engines.outliers.out(engine.name))
+        ejections = CounterMetricFamily(
+            "prfaas_gateway_engine_ejections",
+            "How often an engine was sent to rest, as it was `slow` or `failing`.",
+            labels=["engine", "reason"],
+        )
+        for name, reason, count in engines.outliers.ejections():
+            ejections.add_metric([name, reason], count)
+        yield from (out, ejections)
 
     def _turns(self) -> Iterable[Metric]:
         turns = self._sources.engines.turns

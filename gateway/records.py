@@ -87,6 +87,14 @@ class RequestRecord(msgspec.Struct):
         return None if self.first_event_at is None else self.first_event_at - self.started_at
 
     @property
+    def mean_gap_s(self) -> float | None:
+        """Between two events of a stream; None where there were not two."""
+        first, last = self.first_event_at, self.last_event_at
+        if first is None or last is None or self.events < 2:
+            return None
+        return (last - first) / (self.events - 1)
+
+    @property
     def e2e_s(self) -> float | None:
         return None if self.ended_at is None else self.ended_at - self.started_at
 

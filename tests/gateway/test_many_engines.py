@@ -13,6 +13,7 @@ import pytest
 
 from gateway.app import Gateway
 from gateway.breaker import FAILURES, BreakerState
+from gateway.outliers import SAMPLES
 from policies.registry import make_policy
 from prfaas.errors import Overloaded, PrfaasError
 from prfaas.hashing import block_chain
@@ -332,3 +333,18 @@ async def test_each_engine_has_its_own_link_to_a_peer(make_fleet: Any) -> None:
         assert view.snapshot("d-0", {}).remotes[0].link.goodput_bytes_per_s == 50e6
         record = replace(view.snapshot("d-0", {}).local, name="x")
         assert record.offload_ready
+
+
+async def test_an_engine_whose_tokens_are_much_slower_gets_no_more_requests(
+    make_fleet: Any,
+) -> None:
+    async with make_fleet(3) as fleet:
+        engines = fleet.gateway.engines
+        for _ in range(SAMPLES):
+            for name, gap_s in (("d-0", 0.02), ("d-1", 0.02), ("d-2", 0.2)):
+                engines.paced(engines[name], gap_s)
+        assert engines.outliers.out("d-2")
+        for at in range(12):
+            await fleet.post(completion(f"{at} " * 200))
+        assert not fleet.engines[2].seen
+        assert all(engine.seen for engine in fleet.engines[:2])
