@@ -97,8 +97,12 @@ class StateSync:
 
     async def run(self) -> None:
         """Exchange until cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
         while True:
             await self.exchange()
+            if task.cancelling():  # which the client of Redis may have kept to itself
+                return
             pause_s = self._settings.interval_s * 2 ** min(10, max(0, self._failures - 3))
             longest_s = max(MAX_PAUSE_S, self._settings.interval_s)
             await asyncio.sleep(min(pause_s, longest_s))

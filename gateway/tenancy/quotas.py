@@ -237,7 +237,7 @@ class Quotas:
         """What the others claimed when they heard our own claims: never more than is left of ours.
 
         A tenant that has not asked lately claims nothing, and may begin with its share of what is
-        left; then nothing more until the others have heard of it.
+        left; it gets no more than that until the others have heard of it.
         """
         for tenant in tenants:
             most, count = tenant.concurrent_requests, self._in_flight.get(tenant.name)
@@ -250,8 +250,10 @@ class Quotas:
                 count.cap = count.own + -(-left // self.shares)
             elif count.claims:
                 count.cap = max(count.own, min(count.claim, count.own + left))
+            elif count.cap is not None:
+                count.cap = max(count.own, min(count.cap, count.own + left))
             else:
-                count.cap = count.own
+                count.cap = max(count.own, min(-(-most // self.shares), count.own + left))
             count.claims = lately
 
     def alone(self) -> None:

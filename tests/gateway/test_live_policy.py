@@ -101,6 +101,38 @@ async def test_a_bad_file_is_told_once_and_changes_nothing(tmp_path: Path, text:
     assert decide(live).policy == "always_remote"
 
 
+async def test_what_was_taken_over_is_published_once(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    write(file, policy_file("always_local"))
+    live = live_of(Events(), policy={"file": file})
+    assert live.published() is None, "what it began with is nobody else's business"
+    write(file, policy_file("always_remote"))
+    await live.look()
+    assert live.published() == policy_file("always_remote")
+    assert live.published() is None
+    write(file, "policy: [")
+    await live.look()
+    assert live.published() is None
+
+
+async def test_the_policy_of_another_gateway_is_taken_over_where_it_is_good(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "policy.yaml"
+    write(file, policy_file("always_local"))
+    live = live_of(events := Events(), policy={"file": file})
+    await live.adopt(policy_file("always_remote"))
+    assert decide(live).policy == "always_remote"
+    assert live.published() is None, "it came from there"
+    await live.adopt("policy: [")
+    assert decide(live).policy == "always_remote"
+    assert events.told == [("active", "loaded"), ("active", "refused")]
+    assert "is not taken over" in caplog.text
+    write(file, policy_file("length_threshold"))
+    await live.look()
+    assert decide(live).policy == "length_threshold", "its own file counts when it changes"
+
+
 async def test_a_policy_that_fails_is_taken_back_and_nobody_notices(tmp_path: Path) -> None:
     file, events = tmp_path / "policy.yaml", Events()
     write(file, policy_file("always_local"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 from collections.abc import Iterator
@@ -302,6 +303,39 @@ async def test_no_more_are_in_flight_than_may_be_while_all_ask_all_the_time(
         total += in_flight
     assert peak <= most + 2, "one for each other gateway, where all begin at once"
     assert total / 3000 >= 0.6 * most
+
+
+async def test_who_asks_for_one_after_the_other_is_never_refused(
+    store: FlakyStore, clock: ManualClock
+) -> None:
+    made = gateways(store, clock, 2, concurrent_requests=4)
+    for step in range(100):
+        clock.advance(0.03)
+        made[0].quotas.enter(made[0].tenant, clock.now())
+        made[0].quotas.leave(made[0].tenant)
+        await made[step % 2].sync.exchange()
+
+
+async def test_cancelling_ends_the_loop_also_where_a_client_keeps_it_to_itself(
+    store: FlakyStore, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered = asyncio.Event()
+
+    async def swallowing(report: Report) -> Shared:
+        entered.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass
+        raise StateUnavailable("cancelled")
+
+    monkeypatch.setattr(store, "exchange", swallowing)
+    (one,) = gateways(store, clock, 1)
+    task = asyncio.create_task(one.sync.run())
+    await entered.wait()
+    task.cancel()
+    await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), 30)
+    assert task.done()
 
 
 async def test_one_request_at_a_time_is_possible_at_any_gateway(
