@@ -78,11 +78,13 @@ class Attempts:
         record, prompt = job.record, job.prompt
         most = min(self._limits.engine_attempts, len(self._engines))
         while True:
-            engine = self._engines.choose(prompt.chains, prompt.tokens, record.key, record.tried)
+            engine = self._engines.choose(
+                prompt.chains, prompt.tokens, record.key, record.tried, prompt.texts
+            )
             assert engine is not None
             record.engine = engine.name
             record.tried.append(engine.name)
-            record.recent_tokens = self._engines.sent(engine, prompt.chains)
+            record.recent_tokens = self._engines.sent(engine, prompt.chains, prompt.texts)
             last = len(record.tried) >= most
             try:
                 with engine.serving:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
 from gateway.cluster_view import ClusterView
 from gateway.engine_choice import EngineOption, rank_engines
 from gateway.engine_probe import EngineProbe
 from gateway.outliers import Outliers
-from gateway.recent_prefixes import RecentPrefixes
+from gateway.recent_prefixes import TEXT_BLOCK_TOKENS, RecentPrefixes
 from gateway.tokenise import Chains
 from gateway.turns import Turns
 from gateway.upstream import Upstream
 from prfaas.clock import Clock
-from prfaas.hashing import BlockHash
 from prfaas.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -139,7 +138,12 @@ class Engines:
                 group.create_task(engine.probe.run())
 
     def choose(
-        self, chains: Chains, prompt_tokens: int, key: str, tried: Collection[str] = ()
+        self,
+        chains: Chains,
+        prompt_tokens: int,
+        key: str,
+        tried: Collection[str] = (),
+        texts: Sequence[int] = (),
     ) -> Engine | None:
         """The best one for a prompt that was not tried yet; None where there is none left.
 
@@ -148,11 +152,11 @@ class Engines:
         left = [engine for engine in self if engine.name not in tried]
         if len(left) < 2:
             return left[0] if left else None
-        chain = coarsest(chains)
+        block_tokens, chain = coarsest(chains, texts)
         options = [
             EngineOption(
                 self._view.local(engine.name, chains),
-                self.recent.match(engine.name, chain[1]) * chain[0],
+                self.recent.match(engine.name, chain) * block_tokens,
                 self.usable(engine),
             )
             for engine in left
@@ -178,12 +182,12 @@ class Engines:
             and self.breakers.engines[engine.name].allows
         )
 
-    def sent(self, engine: Engine, chains: Chains) -> int:
+    def sent(self, engine: Engine, chains: Chains, texts: Sequence[int] = ()) -> int:
         """A request goes there; how many tokens of it were sent there shortly before."""
         self.breakers.engines[engine.name].sent()
         if len(self._engines) < 2:
             return 0
-        block_tokens, chain = coarsest(chains)
+        block_tokens, chain = coarsest(chains, texts)
         known = self.recent.match(engine.name, chain) * block_tokens
         self.recent.sent(engine.name, chain)
         return known
@@ -218,9 +222,11 @@ class Engines:
         self._on_change(engine)
 
 
-def coarsest(chains: Chains) -> tuple[int, Sequence[BlockHash]]:
-    """Block size in tokens and hashes of the chain with the fewest blocks; (0, ()) without any."""
+def coarsest(chains: Chains, texts: Sequence[int] = ()) -> tuple[int, Sequence[Hashable]]:
+    """Block size in tokens and hashes of the chain with the fewest blocks; that of the text without
+    any.
+    """
     if not chains:
-        return 0, ()
+        return TEXT_BLOCK_TOKENS, texts
     size = max(chains)
     return size, chains[size]

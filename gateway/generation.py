@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from gateway.admission import FallbackBudget
 from gateway.attempts import Attempts, answer_headers, kind_in, stream_headers
 from gateway.cluster_view import ClusterView
@@ -17,6 +19,7 @@ from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.outcomes import Outcomes
 from gateway.quality import salt_of
+from gateway.recent_prefixes import text_chain
 from gateway.records import RecordBook, RequestRecord
 from gateway.relay import ClientSink, Relayed, WholeAnswer, end_broken, end_refused
 from gateway.request_spans import RequestSpans
@@ -64,6 +67,7 @@ class Generation:
         self._ids = ids
         self._clock = clock
         self._deadlines = Deadlines(limits.request_timeout_s)
+        self._engines = engines
         self._turns = engines.turns
         self._dispatcher = Dispatcher(settings, limits, view, budget, clock)
         self._traced = spans is not None
@@ -151,6 +155,9 @@ class Generation:
         # 2. Template, tokenise and hash, unless nothing could make it leave D.
         stays = short or not self._needs_tokens or bool(parsed.features)
         prompt = guess(parsed) if stays else await self._prompt(parsed, salt)
+
+        if not prompt.chains and not short and len(self._engines) > 1:
+            prompt = msgspec.structs.replace(prompt, texts=text_chain(parsed.body, salt))
 
         # 3. to 7. in `Attempts`, for one engine after the other.
         job = Job(inbound, parsed, prompt, salt, sink, record, short)

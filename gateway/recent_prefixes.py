@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from prfaas.clock import Clock
-from prfaas.hashing import BlockHash
 
+TEXT_BLOCK_BYTES, TEXT_BLOCK_TOKENS = 1024, 256
+"""Of a prompt that nobody has tokenised, and about so many tokens."""
 MAX_BLOCKS = 1 << 16
 """Remembered of one engine, about 10 MB; the oldest are forgotten."""
 TTL_S = 600.0
@@ -25,15 +26,17 @@ class RecentPrefixes:
         self._clock = clock
         self._max_blocks = max_blocks
         self._ttl_s = ttl_s
-        self._engines: dict[str, OrderedDict[BlockHash, float]] = {}
+        self._engines: dict[str, OrderedDict[Hashable, float]] = {}
 
-    def sent(self, engine: str, chain: Sequence[BlockHash]) -> None:
+    def sent(self, engine: str, chain: Sequence[Hashable]) -> None:
         """A prompt with these blocks goes to `engine`."""
         blocks = self._engines.setdefault(engine, OrderedDict())
         until = self._clock.now() + self._ttl_s
+        young = until - self._ttl_s / 10  # what was sent just before is not made younger again
         for block in reversed(chain):  # the first blocks are the youngest: they are shared most
-            blocks[block] = until
-            blocks.move_to_end(block)
+            if blocks.get(block, 0.0) < young:
+                blocks[block] = until
+                blocks.move_to_end(block)
         while len(blocks) > self._max_blocks:
             blocks.popitem(last=False)
 
@@ -44,7 +47,7 @@ class RecentPrefixes:
     def blocks(self, engine: str) -> int:
         return len(self._engines.get(engine, ()))
 
-    def match(self, engine: str, chain: Sequence[BlockHash]) -> int:
+    def match(self, engine: str, chain: Sequence[Hashable]) -> int:
         """How many leading blocks of `chain` were sent to `engine` of late."""
         blocks = self._engines.get(engine)
         if not blocks:
@@ -55,3 +58,18 @@ class RecentPrefixes:
             if until is None or until < now:
                 return count
         return len(chain)
+
+
+def text_chain(body: bytes, salt: str) -> list[int]:
+    """Whole blocks of the text of a request that was not tokenised, from where its prompt begins.
+
+    Each stands for all before it too. Python's own hash is keyed anew in each process, and a tenth
+    of the work of a cryptographic one; this chain never leaves the process, and proves nothing.
+    """
+    start = max(body.find(b'"messages"'), body.find(b'"prompt"'), 0)
+    chain: list[int] = []
+    before = hash(salt)
+    for at in range(start, len(body) - TEXT_BLOCK_BYTES + 1, TEXT_BLOCK_BYTES):
+        before = hash((before, body[at : at + TEXT_BLOCK_BYTES]))
+        chain.append(before)
+    return chain

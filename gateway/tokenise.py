@@ -42,6 +42,8 @@ class Prompt(msgspec.Struct, frozen=True):
     features: frozenset[str] = frozenset()
     chains: Chains = {}
     tokenised: bool = False
+    texts: Sequence[int] = ()
+    """Blocks of its text (`text_chain`), where it was not tokenised and engines are compared."""
 
 
 def guess(parsed: ParsedRequest, features: frozenset[str] = frozenset()) -> Prompt:
@@ -69,6 +71,8 @@ class Tokeniser:
 
     async def prompt(self, parsed: ParsedRequest, block_sizes: frozenset[int], salt: str) -> Prompt:
         """Tokenise and hash. Raises InvalidRequest for a prompt of the wrong type or length."""
+        if self._tokenizer is None and parsed.api is Api.CHAT:
+            return guess(parsed)  # whatever is in it: the engine is to judge that
         if parsed.body_bytes <= INLINE_BYTES:
             return self._prompt(parsed, block_sizes, salt)
         loop = asyncio.get_running_loop()

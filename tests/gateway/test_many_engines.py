@@ -69,13 +69,21 @@ class Fleet:
         return [len(engine.seen) for engine in self.engines]
 
 
+BYTES = ByteTokenizer()
+
+
 @pytest.fixture
 def make_fleet() -> Callable[..., Any]:
     """`async with make_fleet(count, agents=True, **settings) as fleet`."""
 
     @asynccontextmanager
     async def make(
-        count: int = 2, *, agents: bool = True, info: dict[str, Any] | None = None, **settings: Any
+        count: int = 2,
+        *,
+        agents: bool = True,
+        info: dict[str, Any] | None = None,
+        tokenizer: ByteTokenizer | None = BYTES,
+        **settings: Any,
     ) -> AsyncIterator[Fleet]:
         async with AsyncExitStack() as stack:
             engines = [
@@ -101,7 +109,7 @@ def make_fleet() -> Callable[..., Any]:
                 ),
                 **settings,
             )
-            gateway = Gateway(chosen, make_policy(chosen.gateway.policy), ByteTokenizer())
+            gateway = Gateway(chosen, make_policy(chosen.gateway.policy), tokenizer)
             await stack.enter_async_context(gateway.running())
             client = await stack.enter_async_context(
                 aiohttp.ClientSession(f"http://127.0.0.1:{gateway.port}")
@@ -348,3 +356,18 @@ async def test_an_engine_whose_tokens_are_much_slower_gets_no_more_requests(
             await fleet.post(completion(f"{at} " * 200))
         assert not fleet.engines[2].seen
         assert all(engine.seen for engine in fleet.engines[:2])
+
+
+async def test_texts_that_begin_alike_meet_at_one_engine_without_a_tokenizer(
+    make_fleet: Any,
+) -> None:
+    async with make_fleet(3, agents=False, tokenizer=None) as fleet:
+        for at in range(4):
+            for who in ("ann", "bob", "eve"):
+                text = f"{who} says: " + f"{who} " * 800 + "and more " * at
+                await fleet.post({"model": MODEL, "prompt": text, "max_tokens": 2})
+        places: dict[str, set[int]] = {}
+        for at, engine in enumerate(fleet.engines):
+            for seen in engine.seen:
+                places.setdefault(seen.body["prompt"][:3], set()).add(at)
+        assert [len(places[who]) for who in ("ann", "bob", "eve")] == [1, 1, 1]
