@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from prfaas.cli_planning import COMMANDS
 from prfaas.cli_tenants import tenants_group
 from prfaas.errors import ConfigError, PrfaasError
-from prfaas.settings import Settings, load_settings, validation_message
+from prfaas.settings import Settings, StateSettings, load_settings, validation_message
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _PATH = click.Path(path_type=Path)
@@ -216,7 +216,8 @@ def check(file: Path, only: tuple[Any, ...], timeout: float, as_json: bool) -> N
     from prfaas.check.gateway_part import Parts
     from prfaas.check.run import check as run_check
 
-    findings = _run(run_check(file, Parts(check_settings, make_policy), timeout, only))
+    parts = Parts(check_settings, make_policy, _reach_state)
+    findings = _run(run_check(file, parts, timeout, only))
     click.echo(json.dumps(findings.to_json(), indent=2) if as_json else findings.to_text())
     sys.exit(1 if findings.count(Level.FAIL) else 0)
 
@@ -318,6 +319,19 @@ def _settings(
     except ValidationError as exc:
         raise ConfigError(validation_message(exc, prefix=section)) from exc
     return settings.model_copy(update={section: changed})
+
+
+async def _reach_state(settings: StateSettings) -> None:
+    """Ask Redis to forget a gateway that never was. Raises ConfigError and StateUnavailable."""
+    try:
+        from gateway.state.redis_store import RedisStore
+    except ImportError as exc:
+        raise ConfigError("gateway.state.redis needs: pip install 'prfaas[redis]'") from exc
+    store = RedisStore(settings)
+    try:
+        await store.leave("prfaas-check")
+    finally:
+        await store.close()
 
 
 def _vllm_options(options: dict[str, Any]) -> dict[str, Any]:

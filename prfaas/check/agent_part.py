@@ -1,11 +1,12 @@
-"""What an agent's settings name, at D and at P: shared memory, sockets, vLLM, peers, keys."""
+"""What an agent's settings name, at D and at P: memory, sockets, vLLM, peers, keys."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 from pathlib import Path
+
+import psutil
 
 from prfaas.check.dial import Refused, ask, reach
 from prfaas.check.findings import Findings
@@ -23,7 +24,7 @@ from prfaas.settings import (
 from prfaas.tls import require_tls_or_loopback
 from prfaas.tls_files import TlsFiles
 
-SHARED_MEMORY = Path("/dev/shm")
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 MAX_SOCKET_PATH = 107
 """Bytes that the kernel takes of a unix socket's path."""
 CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
@@ -59,7 +60,8 @@ async def check_prefill(prefill: PrefillSettings, timeout_s: float) -> Findings:
     """Everything that `prfaas prefill` of these settings would need."""
     findings = Findings()
     _listens(prefill, "prefill", findings)
-    _memory("prefill.ring_bytes", prefill.ring_bytes, findings)
+    wanted_bytes = prefill.ring_bytes + prefill.retention_bytes
+    _memory("prefill.retention_bytes", wanted_bytes, findings)
     own_files(prefill.tls, "both", "prefill.tls", findings)
     if prefill.tls is not None and not prefill.authorised:
         findings.fail(
@@ -135,16 +137,32 @@ def _socket(key: str, path: Path, findings: Findings) -> None:
 
 
 def _memory(key: str, wanted_bytes: int, findings: Findings) -> None:
-    if not SHARED_MEMORY.is_dir():
-        return
-    free = shutil.disk_usage(SHARED_MEMORY).free
-    text = (
-        f"{wanted_bytes / 2**20:.0f} MiB of shared memory, of which {free / 2**20:.0f} MiB are free"
-    )
-    if wanted_bytes > free:
-        findings.fail(key, text, f"make {SHARED_MEMORY} larger (a container's --shm-size), or this")
+    """Memory that it takes when its engine connects, all at once."""
+    memory = psutil.virtual_memory()
+    most = min(memory.total, _own_limit() or memory.total)
+    text = f"{wanted_bytes / 2**20:.0f} MiB"
+    if wanted_bytes > most:
+        findings.fail(
+            key,
+            f"{text} of memory, of which {most / 2**20:.0f} MiB may be had",
+            "make it smaller, or give the machine or container more",
+        )
+    elif wanted_bytes > memory.available:
+        findings.warn(
+            key,
+            f"{text} of memory, of which {memory.available / 2**20:.0f} MiB are free now",
+            "see what else takes memory here, if this process does not run already",
+        )
     else:
-        findings.ok(key, text)
+        findings.ok(key, f"{text} of memory can be had")
+
+
+def _own_limit() -> int | None:
+    """Bytes that this process's container may take; None: no limit, or not known."""
+    try:
+        return int(CGROUP_LIMIT.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 async def _instance(

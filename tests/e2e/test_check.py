@@ -13,10 +13,11 @@ from policies.registry import make_policy
 from prfaas.check.findings import Findings, Level
 from prfaas.check.gateway_part import Parts
 from prfaas.check.run import check
+from prfaas.cli import _reach_state
 from prfaas.testing.stack import RunningStack
 from prfaas.up.stack import free_ports
 
-PARTS = Parts(check_settings, make_policy)
+PARTS = Parts(check_settings, make_policy, _reach_state)
 
 
 def wrong(findings: Findings) -> dict[str, str]:
@@ -60,6 +61,7 @@ BROKEN: list[tuple[str, Any, str, str]] = [
     ("engines.0.agent", "nowhere.invalid:1", "agent of d-0: gateway.engines d-0 agent: ", "tls"),
     ("engines.0.agent", "{peer}", "agent of d-0: its engine has the roles prefill", "which agent"),
     ("peers.0.peer", "q", "agent of d-0: knows no q/p-0", "exactly as in gateway.peers"),
+    ("state.redis", "redis://127.0.0.1:{free}/0", "gateway.state.redis: Redis", "docs/state.md"),
     ("policy.name", "none", "gateway.policy: ", "policy files"),
     ("tokenizer", "/none", "gateway.tokenizer: /none is neither", "GGUF"),
     ("peers.0.watch", "127.0.0.1:{free}", "peer p/p-0: connection refused", "start what"),

@@ -57,9 +57,9 @@ async def test_an_agent_without_keys_or_with_a_socket_that_cannot_be_made() -> N
     assert "107 bytes" in said(await check_agent(long, 1.0), Level.FAIL)["agent.socket"]
 
 
-async def test_more_shared_memory_than_there_is_is_said_before_it_is_missed() -> None:
+async def test_more_memory_than_there_is_is_said_before_it_is_missed() -> None:
     agent = AgentSettings(staging_bytes=1 << 50, transfer_keys=("k",))
-    assert "MiB are free" in said(await check_agent(agent, 1.0), Level.FAIL)["agent.staging_bytes"]
+    assert "may be had" in said(await check_agent(agent, 1.0), Level.FAIL)["agent.staging_bytes"]
 
 
 async def test_a_vllm_that_does_not_answer_is_named_with_both_its_addresses() -> None:
