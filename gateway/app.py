@@ -87,7 +87,7 @@ class Gateway:
         self.admission = Admission(limits.gateway_max_in_flight)
         self.budget = FallbackBudget(limits.fallback_budget_tokens)
         self.records = RecordBook(limits.outcome_history, clock)
-        self._upstreams = {e.name: HttpUpstream(e.url, e.name, limits) for e in gateway.engines}
+        self._upstreams = {e.name: HttpUpstream.to(e, limits) for e in gateway.engines}
         self._tokeniser = Tokeniser(tokenizer, limits.max_prompt_tokens)
         self.engines = Engines(
             dict(self._upstreams), self.view, limits, clock, self._engine_changed

@@ -13,6 +13,7 @@ from gateway.http_connection import Broken, Connection, Taker
 from gateway.http_pool import Address, Pool
 from prfaas.errors import EngineUnavailable, PrfaasError
 from prfaas.limits import Limits
+from prfaas.settings import EngineEndpoint
 
 CLOSED_WHILE_IDLE_S = 1.0
 """A connection that had been idle and ends this soon after a request, without a byte, was being
@@ -71,11 +72,19 @@ class Upstream(Protocol):
 class HttpUpstream:
     """Owns a pool of connections to one engine; close it with `close`."""
 
-    def __init__(self, url: str, name: str, limits: Limits) -> None:
+    def __init__(self, url: str, name: str, limits: Limits, api_key: str = "") -> None:
+        """`api_key` is sent in place of what clients send for `Authorization`."""
+        self._own = {"authorization": f"Bearer {api_key}"} if api_key else None
         self._address = Address.of_url(url)
         self._name = name
         self._lines: dict[tuple[str, str], RequestLine] = {}
         self.pool = Pool(self._address, name, limits)
+
+    @staticmethod
+    def to(endpoint: EngineEndpoint, limits: Limits) -> HttpUpstream:
+        """The way to an engine of the settings."""
+        key = endpoint.api_key.get_secret_value() if endpoint.api_key is not None else ""
+        return HttpUpstream(endpoint.url, endpoint.name, limits, key)
 
     async def close(self) -> None:
         await self.pool.close()
@@ -89,6 +98,8 @@ class HttpUpstream:
         `progress`) and Overloaded.
         """
         line = self._lines.get((method, path)) or self._line(method, path)
+        if self._own is not None:
+            headers = {**headers, **self._own}
         return _Exchange(self.pool, self._name, method, line.head(headers, len(body)), body)
 
     def _line(self, method: str, path: str) -> RequestLine:

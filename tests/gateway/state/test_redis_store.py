@@ -145,3 +145,20 @@ def test_a_url_that_is_none_is_told_and_not_repeated(url: str) -> None:
         store_of(url)
     assert "secret-word" not in caught.value.message
     assert "secret-word" not in repr(StateSettings(redis=url))
+
+
+@needs_redis
+async def test_a_primary_that_became_a_replica_is_left(server: RedisServer) -> None:
+    store = store_of(server.url())
+    client = redis.asyncio.Redis.from_url(server.url())
+    gateway = Gateway(store, "a")
+    await gateway.tell(spend(1))
+    await client.replicaof("127.0.0.1", 1)
+    connected = (await client.info("clients"))["connected_clients"]
+    with pytest.raises(StateUnavailable, match="ReadOnlyError"):
+        await gateway.tell(spend(1))
+    assert (await client.info("clients"))["connected_clients"] < connected
+    await client.replicaof("NO", "ONE")
+    await gateway.tell(spend(1))
+    await client.aclose()
+    await store.close()
