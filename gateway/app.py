@@ -18,12 +18,15 @@ from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.dashboard.gather import Sources
 from gateway.dashboard.routes import Dashboard
+from gateway.discovery import Discovery
 from gateway.engines import Engine, Engines
 from gateway.front import Front
 from gateway.generation import Generation
 from gateway.handlers import Handlers
 from gateway.ids import Ids
 from gateway.live_policy import LivePolicy, MakePolicy
+from gateway.members import Members, merged
+from gateway.membership import Membership
 from gateway.metrics import GatewayMetrics, LiveSources
 from gateway.passing import Passing
 from gateway.records import RecordBook
@@ -32,8 +35,6 @@ from gateway.state.starting import state_of
 from gateway.tenancy.tenancy import tenancy_of
 from gateway.tokenise import PromptTokenizer, Tokeniser
 from gateway.tokenizer_check import TokenizerCheck
-from gateway.upstream import HttpUpstream
-from gateway.watch import WatchClient, watch_endpoints
 from prfaas.clock import SYSTEM_CLOCK, Clock
 from prfaas.cluster_state import ClusterStore
 from prfaas.dialling import ends_at, open_files
@@ -79,7 +80,6 @@ class Gateway:
         check_settings(settings)
         gateway, limits = settings.gateway, settings.limits
         files = open_files(gateway.tls, "client", "gateway.tls")
-        self._endpoints = watch_endpoints(gateway, files)
         self._settings, self._limits = gateway, limits
         self.metrics = GatewayMetrics()
         self.metrics.certificate_end.set_function(partial(ends_at, files))
@@ -87,11 +87,8 @@ class Gateway:
         self.admission = Admission(limits.gateway_max_in_flight)
         self.budget = FallbackBudget(limits.fallback_budget_tokens)
         self.records = RecordBook(limits.outcome_history, clock)
-        self._upstreams = {e.name: HttpUpstream.to(e, limits) for e in gateway.engines}
         self._tokeniser = Tokeniser(tokenizer, limits.max_prompt_tokens)
-        self.engines = Engines(
-            dict(self._upstreams), self.view, limits, clock, self._engine_changed
-        )
+        self.engines = Engines({}, self.view, limits, clock, self._engine_changed)
         self.tokenizer_check = TokenizerCheck(
             self._tokeniser, self.engines.any_upstream, gateway.tokenize_check_every, limits
         )
@@ -120,8 +117,17 @@ class Gateway:
             gateway.state, self.view, self.tenancy, self.policy, self.metrics.state, clock, store
         )
         self.abilities = Abilities(limits, clock)
-        for endpoint in gateway.engines:
-            self.abilities.joined(endpoint)
+        self.discovery = Discovery(gateway, limits, self._members_changed, self.metrics)
+        self.membership = Membership(
+            self.discovery.members,
+            self.view,
+            self.engines,
+            self.abilities,
+            files,
+            limits,
+            self._outcome,
+            self.metrics.engine_left,
+        )
         self.passing = Passing(
             gateway,
             limits,
@@ -192,9 +198,10 @@ class Gateway:
             IDLE_CLIENT_S,
             self._door,
         )
-        tasks = [asyncio.create_task(client.run()) for client in self._watch_clients()]
-        tasks.append(asyncio.create_task(self.engines.run()))
-        tasks.append(asyncio.create_task(self.policy.run()))
+        self.membership.start()
+        tasks = [asyncio.create_task(self.policy.run())]
+        if self.discovery.follows:
+            tasks.append(asyncio.create_task(self.discovery.run()))
         if self.tenancy is not None:
             tasks.append(asyncio.create_task(self.tenancy.run()))
         tasks.append(asyncio.create_task(self.dashboard.run()))
@@ -219,8 +226,7 @@ class Gateway:
             if self.tenancy is not None:
                 self.tenancy.close()
             self.passing.close()
-            for upstream in self._upstreams.values():
-                await upstream.close()
+            await self.membership.close()
             self._tokeniser.close()
             if self._spans is not None:
                 await asyncio.to_thread(self._spans.close)
@@ -236,11 +242,8 @@ class Gateway:
             return False
         return True
 
-    def _watch_clients(self) -> list[WatchClient]:
-        return [
-            WatchClient(self.view, place, endpoint, "gateway", self._limits, self._outcome)
-            for place, endpoint in self._endpoints.items()
-        ]
+    async def _members_changed(self, members: Members) -> None:
+        await self.membership.apply(members)
 
     def _outcome(self, outcome: Outcome) -> None:
         self.generation.outcome(outcome)
@@ -259,14 +262,12 @@ def _aiohttp_protocol(runner: web.AppRunner) -> asyncio.Protocol:
 def check_settings(settings: Settings) -> None:
     """What the types of the settings cannot say. Raises ConfigError naming the key."""
     gateway = settings.gateway
-    if not gateway.engines:
+    found = gateway.discovery
+    if not (gateway.engines or found.engines or found.file is not None):
         raise ConfigError("gateway.engines: there must be at least one", field="gateway.engines")
-    names = [e.name for e in gateway.engines]
-    places = [f"{p.peer}/{p.instance}" for p in gateway.peers]
-    for key, taken in (("engines", names), ("peers", names + places)):
-        if len(set(taken)) != len(taken):
-            raise ConfigError(f"gateway.{key}: names must be unique", field=f"gateway.{key}")
-    if gateway.offload and gateway.peers and not gateway.transfer_key.get_secret_value():
+    merged([Members(gateway.engines, gateway.peers)])
+    peers = gateway.peers or found.peers
+    if gateway.offload and peers and not gateway.transfer_key.get_secret_value():
         raise ConfigError(
             "gateway.transfer_key: offloading to peers needs the key that signs transfers",
             field="gateway.transfer_key",
@@ -287,7 +288,7 @@ async def serve(
     tokenizer = None
     if settings.gateway.tokenizer is not None:
         tokenizer = Tokenizer.load(settings.gateway.tokenizer)
-    elif settings.gateway.peers and settings.gateway.offload:
+    elif settings.gateway.offload and (settings.gateway.peers or settings.gateway.discovery.peers):
         logger.warning(
             "gateway.tokenizer is not set: only prompts that are token arrays can be offloaded"
         )

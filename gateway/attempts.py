@@ -81,7 +81,8 @@ class Attempts:
             engine = self._engines.choose(
                 prompt.chains, prompt.tokens, record.key, record.tried, prompt.texts
             )
-            assert engine is not None
+            if engine is None:
+                raise EngineUnavailable("no decode engine is known", retry_after_s=RETRY_AFTER_S)
             record.engine = engine.name
             record.tried.append(engine.name)
             record.recent_tokens = self._engines.sent(engine, prompt.chains, prompt.texts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from gateway.breaker import Breaker, BreakerState
@@ -125,6 +125,14 @@ class Breakers:
         for breaker in (self._instances.get(place), self._links.get((engine, place))):
             if breaker is not None:
                 breaker.unjudged()
+
+    def keep(self, names: Set[str]) -> None:
+        """Forget all others: engines, and instances as `peer/instance`."""
+        for table in (self.engines, self._instances):
+            for name in [name for name in table if name not in names]:
+                del table[name]
+        for link in [each for each in self._links if not names >= {*each}]:
+            del self._links[link]
 
     def infos(self) -> Iterator[BreakerInfo]:
         """Those that were ever used for something."""

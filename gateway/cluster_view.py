@@ -86,12 +86,8 @@ class ClusterView:
         self.neighbours = Neighbours()
         self.feeds: dict[str, Feed] = {}
         self._unfed_known: dict[tuple[str, int, int, int], Snapshot] = {}
-        self._watched = frozenset(e.name for e in settings.engines if e.agent is not None)
-        for engine in settings.engines:
-            if engine.agent is not None:
-                self._add_feed(engine.name, engine.agent)
-        for peer in self._peers:
-            self._add_feed(place_of(peer), peer.watch)
+        self._watched: frozenset[str] = frozenset()
+        self.members(settings.engines, settings.peers)
 
     @property
     def engines(self) -> tuple[EngineEndpoint, ...]:
@@ -101,12 +97,39 @@ class ClusterView:
     def peers(self) -> tuple[PeerEndpoint, ...]:
         return self._peers
 
-    def _add_feed(self, place: str, address: str) -> None:
-        self.feeds[place] = Feed(place, address)
+    @property
+    def has_agents(self) -> bool:
+        """A request could be offloaded from some engine."""
+        return bool(self._watched)
+
+    def members(
+        self,
+        engines: tuple[EngineEndpoint, ...],
+        peers: tuple[PeerEndpoint, ...],
+        leaving: tuple[EngineEndpoint, ...] = (),
+    ) -> None:
+        """Who belongs from now on; nothing is known any more of who does not. `leaving`: engines
+        that get nothing new, and whose agents still have something to tell.
+        """
+        addresses = {e.name: e.agent for e in (*leaving, *engines) if e.agent is not None}
+        addresses.update({place_of(peer): peer.watch for peer in peers})
+        for place in [p for p, feed in self.feeds.items() if addresses.get(p) != feed.address]:
+            del self.feeds[place]
+            self.index.drop(place)
+        kept = {engine.name for engine in (*leaving, *engines)} | set(addresses)
+        self.breakers.keep(kept)
+        for place, address in addresses.items():
+            if place not in self.feeds:
+                self.feeds[place] = Feed(place, address)
+        self._engines, self._peers = engines, peers
+        self._watched = frozenset(e.name for e in (*leaving, *engines) if e.agent is not None)
+        self._unfed_known.clear()
 
     def update(self, place: str, update: WatchUpdate) -> tuple[Outcome, ...]:
         """Take in one Watch event of the agent at `place`; returns the outcomes it reports."""
-        feed, now = self.feeds[place], self._clock.now()
+        feed, now = self.feeds.get(place), self._clock.now()
+        if feed is None:  # it has just left
+            return ()
         feed.connected, feed.heard_at = True, now
         feed.agent = update.agent or feed.agent
         if update.full:
@@ -133,7 +156,9 @@ class ClusterView:
 
     def disconnected(self, place: str) -> None:
         """The stream ended: its data age from here on, and its index cannot be kept up."""
-        feed = self.feeds[place]
+        feed = self.feeds.get(place)
+        if feed is None:
+            return
         if feed.connected:
             feed.reconnects += 1
         feed.connected = False
@@ -328,7 +353,7 @@ def describe(view: ClusterView, fallback_free_tokens: int) -> Mapping[str, objec
     first one's, all feeds, and breakers that ever opened.
     """
     snapshots = [view.snapshot(engine.name, {}, fallback_free_tokens) for engine in view.engines]
-    first = snapshots[0]
+    first = snapshots[0] if snapshots else view.snapshot("", {}, fallback_free_tokens)
     return {
         **{f.name: getattr(first, f.name) for f in fields(first)},
         "engines": [{"local": each.local, "remotes": each.remotes} for each in snapshots],

@@ -15,6 +15,7 @@ from gateway.tokenise import Chains
 from gateway.turns import Turns
 from gateway.upstream import Upstream
 from prfaas.clock import Clock
+from prfaas.errors import EngineUnavailable
 from prfaas.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -98,9 +99,11 @@ class Engines:
         on_change: Callable[[Engine], None],
     ) -> None:
         self._view = view
+        self._limits = limits
+        self._clock = clock
         self.breakers = view.breakers
         self.recent = RecentPrefixes(clock)
-        self.outliers = Outliers(clock, lambda name, until: self._engines[name].came_back(until))
+        self.outliers = Outliers(clock, self._ejected)
         self._on_change = on_change
         self._most_active = limits.engine_active_requests
         self.turns: Turns | None = None
@@ -121,15 +124,32 @@ class Engines:
     def __getitem__(self, name: str) -> Engine:
         return self._engines[name]
 
+    def join(self, name: str, upstream: Upstream) -> Engine:
+        """One more, which the caller probes; it takes the place of another one of that name."""
+        engine = Engine(name, upstream, self._limits, self._clock, self._changed)
+        self._engines[name] = engine
+        return engine
+
+    def leave(self, engine: Engine) -> None:
+        """It gets nothing new; who is there already may go on."""
+        if self._engines.get(engine.name) is engine:
+            del self._engines[engine.name]
+            self.breakers.engines.pop(engine.name, None)
+            self.recent.forget(engine.name)
+            self.outliers.left(engine.name)
+
     @property
     def reachable(self) -> bool:
         """One of them answers."""
         return any(engine.probe.reachable for engine in self)
 
     def any_upstream(self) -> Upstream:
-        """Of an engine that answers, where one does."""
+        """Of an engine that answers, where one does. Raises EngineUnavailable without any."""
         up = next((engine for engine in self if engine.probe.reachable), None)
-        return (up or next(iter(self))).upstream
+        up = up or next(iter(self), None)
+        if up is None:
+            raise EngineUnavailable("no decode engine is known")
+        return up.upstream
 
     async def run(self) -> None:
         """Probe all of them until cancelled."""
@@ -194,24 +214,38 @@ class Engines:
 
     def failed(self, engine: Engine) -> None:
         """It could not answer: no connection, a broken one, an error of its own."""
-        self.breakers.engines[engine.name].failed()
-        self.outliers.answered(engine.name, failed=True)
+        if self._belongs(engine):
+            self.breakers.engines[engine.name].failed()
+            self.outliers.answered(engine.name, failed=True)
 
     def unjudged(self, engine: Engine) -> None:
         """The client left, or the request failed for another reason."""
-        self.breakers.engines[engine.name].unjudged()
+        if self._belongs(engine):
+            self.breakers.engines[engine.name].unjudged()
 
     def paced(self, engine: Engine, gap_s: float) -> None:
         """A stream went by, with so much time between two of its events."""
-        self.outliers.paced(engine.name, gap_s)
+        if self._belongs(engine):
+            self.outliers.paced(engine.name, gap_s)
 
     def succeeded(self, engine: Engine) -> None:
         """It answered, whatever it said."""
+        if not self._belongs(engine):
+            return
         breaker = self.breakers.engines[engine.name]
         if not breaker.is_closed:
             engine.came_back()
         breaker.succeeded()
         self.outliers.answered(engine.name, failed=False)
+
+    def _ejected(self, name: str, until: float) -> None:
+        engine = self._engines.get(name)
+        if engine is not None:
+            engine.came_back(until)
+
+    def _belongs(self, engine: Engine) -> bool:
+        """Not one that has left, whose name another one may have by now."""
+        return self._engines.get(engine.name) is engine
 
     def _changed(self, engine: Engine) -> None:
         if not engine.probe.reachable:  # whatever comes back has nothing cached

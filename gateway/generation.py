@@ -67,7 +67,6 @@ class Generation:
         self._ids = ids
         self._clock = clock
         self._deadlines = Deadlines(limits.request_timeout_s)
-        self._engines = engines
         self._turns = engines.turns
         self._dispatcher = Dispatcher(settings, limits, view, budget, clock)
         self._traced = spans is not None
@@ -86,9 +85,11 @@ class Generation:
             clock,
         )
         self._cache_secret = settings.cache_secret.get_secret_value().encode()
-        self._needs_tokens = len(engines) > 1 or (
-            settings.offload and settings.engines[0].agent is not None
-        )
+        self._engines = engines
+
+    def _needs_tokens(self) -> bool:
+        """Something depends on what a prompt is: which engine, or whether it leaves D."""
+        return len(self._engines) > 1 or (self._settings.offload and self._view.has_agents)
 
     async def serve(self, inbound: Inbound, sink: ClientSink) -> WholeAnswer | None:
         """Answer one request: a whole answer to send, or None where it was streamed to `sink`.
@@ -153,7 +154,7 @@ class Generation:
         salt = salt_of(salt, quality)
 
         # 2. Template, tokenise and hash, unless nothing could make it leave D.
-        stays = short or not self._needs_tokens or bool(parsed.features)
+        stays = short or not self._needs_tokens() or bool(parsed.features)
         prompt = guess(parsed) if stays else await self._prompt(parsed, salt)
 
         if not prompt.chains and not short and len(self._engines) > 1:

@@ -19,6 +19,7 @@ from gateway.counts import Counts
 from gateway.engines import Engines
 from gateway.histogram import Histogram
 from gateway.live_policy import Chosen
+from gateway.members import Members
 from gateway.records import RequestRecord
 from gateway.state.metrics import StateMetrics
 from gateway.tenancy.metrics import TenantMetrics
@@ -89,6 +90,21 @@ class GatewayMetrics:
             "api",
             "status",
         )
+        self.discovery_changes = self._counter(
+            "discovery_changes",
+            "New sets of engines and peers that were `applied` or `refused`.",
+            "source",
+            "result",
+        )
+        self.discovery_failures = self._counter(
+            "discovery_failures", "Look-ups that failed; the last known set stays.", "source"
+        )
+        self.discovered = Gauge(
+            "prfaas_gateway_discovered_members",
+            "Engines and prefill instances that a source last gave.",
+            ("source", "kind"),
+            registry=self.registry,
+        )
         self.refused = self._counter("refused", "Requests refused at the door.", "reason")
         self.certificate_end = Gauge(
             "prfaas_gateway_certificate_end_seconds",
@@ -145,6 +161,20 @@ class GatewayMetrics:
         self.passed_requests.inc(record.api, record.status)
         if record.committed and record.error and record.status == "200":
             self.broken_streams.labels(word(record.error)).inc()
+
+    def discovery_changed(self, source: str, result: str) -> None:
+        self.discovery_changes.labels(source, result).inc()
+
+    def discovery_failed(self, source: str) -> None:
+        self.discovery_failures.labels(source).inc()
+
+    def discovery_found(self, source: str, members: Members) -> None:
+        self.discovered.labels(source, "engine").set(len(members.engines))
+        self.discovered.labels(source, "peer").set(len(members.peers))
+
+    def engine_left(self, engine: str) -> None:
+        """Labels of engines that come and go do not add up."""
+        self.engine_retries.remove_by_labels({"engine": engine})
 
     def policy_changed(self, role: str, result: str) -> None:
         self.policy_changes.labels(role, result).inc()

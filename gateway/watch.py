@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from gateway.cluster_view import ClusterView, place_of
+from gateway.members import Members
 from prfaas.dialling import Endpoint, checked_endpoint
 from prfaas.errors import PeerUnavailable, PrfaasError, ProtocolError
 from prfaas.limits import Limits
@@ -127,7 +128,9 @@ class WatchClient:
         return None if message is grpc.aio.EOF else watch_from_pb(message)
 
 
-def watch_endpoints(settings: GatewaySettings, files: TlsFiles | None) -> dict[str, Endpoint]:
+def watch_endpoints(
+    settings: GatewaySettings | Members, files: TlsFiles | None
+) -> dict[str, Endpoint]:
     """Where each place of the cluster view is watched. Raises ConfigError naming the setting."""
     found = {
         place_of(peer): checked_endpoint(

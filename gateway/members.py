@@ -1,0 +1,44 @@
+"""Which engines and peers belong to a gateway, wherever that was learnt, and what must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prfaas.errors import ConfigError
+from prfaas.settings import EngineEndpoint, PeerEndpoint
+
+MAX_MEMBERS = 1024
+"""Engines and instances; a source that finds more is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Engines and prefill instances."""
+
+    engines: tuple[EngineEndpoint, ...] = ()
+    peers: tuple[PeerEndpoint, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.engines) + len(self.peers)
+
+
+def merged(parts: Iterable[Members]) -> Members:
+    """All of them together. Raises ConfigError where names occur twice, or there are too many."""
+    listed = list(parts)
+    found = Members(
+        tuple(engine for part in listed for engine in part.engines),
+        tuple(peer for part in listed for peer in part.peers),
+    )
+    names = [engine.name for engine in found.engines]
+    places = [f"{peer.peer}/{peer.instance}" for peer in found.peers]
+    for key, taken in (("engines", names), ("peers", names + places)):
+        twice = sorted({name for name in taken if taken.count(name) > 1})
+        if twice:
+            raise ConfigError(
+                f"gateway.{key}: names must be unique, not {', '.join(twice[:5])} twice",
+                field=f"gateway.{key}",
+            )
+    if len(found) > MAX_MEMBERS:
+        raise ConfigError(f"{len(found)} engines and instances; at most {MAX_MEMBERS}")
+    return found
