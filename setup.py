@@ -8,7 +8,7 @@ import sys
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
-SOURCES = ["exponent", "int8", "module", "rans", "transform"]
+SOURCES = ["exponent", "int8", "module", "rans", "rans_avx2", "transform"]
 FLAGS = [] if sys.platform == "win32" else ["-O2", "-std=gnu11", "-fno-math-errno", "-Wall"]
 
 
@@ -26,7 +26,7 @@ setup(
         Extension(
             "prfaas.codecs._native",
             [f"prfaas/codecs/csrc/{name}.c" for name in SOURCES],
-            depends=["prfaas/codecs/csrc/native.h", "prfaas/codecs/csrc/ladder.h"],
+            depends=[f"prfaas/codecs/csrc/{name}.h" for name in ("native", "ladder", "rans")],
             extra_compile_args=FLAGS,
             py_limited_api=True,
             optional=True,

@@ -25,6 +25,8 @@ from prfaas.errors import ConfigError
 Floats = npt.NDArray[np.float32]
 
 VERSION = 1
+CODING = 2
+"""Of what the codecs make of the coefficients; sides with different ones have none in common."""
 _DIGEST_BYTES = 6
 
 
@@ -100,7 +102,8 @@ class Calibration:
         plain = replace(
             self.header, rungs=tuple(replace(r, measured=None) for r in self.header.rungs)
         )
-        digest = hashlib.blake2b(json.dumps(asdict(plain)).encode(), digest_size=_DIGEST_BYTES)
+        said = json.dumps([CODING, asdict(plain)])
+        digest = hashlib.blake2b(said.encode(), digest_size=_DIGEST_BYTES)
         for array in (self.inv_freq, self.mean, self.scale, self.metric, *self.basis):
             digest.update(repr(array.shape).encode())
             digest.update(np.ascontiguousarray(array, dtype="<f4").tobytes())

@@ -43,11 +43,32 @@ class Basis:
     columns: int
 
 
+class Scratch(threading.local):
+    """Memory of one thread, used again for each tile: fresh pages would cost as much as coding."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Bytes] = {}
+
+    def get(self, name: str, nbytes: int) -> Bytes:
+        """So many bytes of no meaning, until the same name is asked for again."""
+        kept = self._kept.get(name)
+        if kept is None or kept.nbytes < nbytes:
+            kept = self._kept[name] = np.empty(nbytes, dtype=np.uint8)
+        return kept[:nbytes]
+
+    def floats(self, rows: int, columns: int) -> Floats:
+        return self.get("x", 4 * rows * columns).view(np.float32).reshape(rows, columns)
+
+    def coefficients(self, columns: int, rows: int) -> npt.NDArray[np.int16]:
+        return self.get("q", 2 * rows * columns).view(np.int16).reshape(columns, rows)
+
+
 class BasisStore:
     """Packed bases of a calibration, made when first used and shared by its codecs."""
 
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
+        self.scratch = Scratch()
         self._made: dict[tuple[int, int], Basis] = {}
         self._turns: OrderedDict[tuple[int, int], Floats] = OrderedDict()
         self._lock = threading.Lock()
@@ -125,7 +146,7 @@ class TransformCodec:
         q = self._quantised(rest, shape, rows)
         if q is None:
             return None
-        out = np.empty(self._native.rans_bound(rows, len(q)), dtype=np.uint8)
+        out = self._store.scratch.get("out", self._native.rans_bound(rows, len(q)))
         size = self._native.rans_encode(q, out, rows, len(q))
         payload = sinks + out[:size].tobytes()
         return payload if size > 0 and len(payload) < raw.nbytes else None
@@ -138,10 +159,16 @@ class TransformCodec:
         if len(payload) < at:
             raise CorruptKv(f"{self.name} payload is truncated")
         parts = self._columns(shape)
-        q = np.empty((sum(parts), rows), dtype=np.int16)
+        q = self._store.scratch.coefficients(sum(parts), rows)
         if self._native.rans_decode(payload[at:], q, rows, len(q)):
             raise CorruptKv(f"{self.name} payload is damaged")
-        rest = self._restored(q, parts, shape, rows)
+        if not shape.sinks:
+            self._restore(q, parts, shape, out.reshape(len(shape.layers), 2, -1))
+            return
+        rest = np.empty(
+            (len(shape.layers), 2, (out.nbytes - at) // 2 // len(shape.layers)), np.uint8
+        )
+        self._restore(q, parts, shape, rest)
         join_sinks(payload[:at], rest, out, shape)
 
     def _fits(self, shape: Tile) -> bool:
@@ -166,8 +193,8 @@ class TransformCodec:
         heads, dim = shape.kv_heads, shape.head_dim
         width, layers = heads * dim, len(shape.layers)
         columns = self._columns(shape)
-        q = np.empty((sum(columns), rows), dtype=np.int16)
-        x = np.empty((rows, layers * width), dtype=np.float32)
+        q = self._store.scratch.coefficients(sum(columns), rows)
+        x = self._store.scratch.floats(rows, layers * width)
         mean = self._store.calibration.mean
         halves = rest.reshape(layers, 2, -1)
         kind = _KINDS[shape.dtype]
@@ -195,13 +222,13 @@ class TransformCodec:
             x, basis.into, q, rows, width, len(q), 1 / self._rung.step, DEAD
         )
 
-    def _restored(
-        self, q: npt.NDArray[np.int16], columns: tuple[int, int], shape: Tile, rows: int
-    ) -> Bytes:
-        heads, dim = shape.kv_heads, shape.head_dim
+    def _restore(
+        self, q: npt.NDArray[np.int16], columns: tuple[int, int], shape: Tile, rest: Bytes
+    ) -> None:
+        """To `rest`: [layer][k|v][bytes of all tokens but the sinks]."""
+        heads, dim, rows = shape.kv_heads, shape.head_dim, q.shape[1]
         width, layers = heads * dim, len(shape.layers)
-        x = np.empty((rows, layers * width), dtype=np.float32)
-        rest = np.empty((layers, 2, rows * width * shape.item_bytes), dtype=np.uint8)
+        x = self._store.scratch.floats(rows, layers * width)
         mean = self._store.calibration.mean
         for part in (0, 1):
             coefficients = q[: columns[0]] if part == 0 else q[columns[0] :]
@@ -221,7 +248,6 @@ class TransformCodec:
                     rest[i, part], turns, mean[self._at[layer], part], x,
                     rows, heads, dim, _KINDS[shape.dtype], layers * width, i * width,
                 )  # fmt: skip
-        return rest
 
     def _turns(self, shape: Tile) -> Floats:
         """Of the tile's tokens but the sinks."""

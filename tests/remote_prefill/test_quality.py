@@ -22,6 +22,7 @@ GOOD = Measured(2400, 1e-6, 1e-5, 1.0, 1.0, 1e-3, 3.0)
 BAD = Measured(2400, 1.0, 1.0, 0.1, 1.0, 1.0, 3.0)
 PROMPT = 60
 NAMES = ["near-channels", "planes-zstd", "raw"]
+ENGINE = {"chunk_tokens": 32}
 
 
 def calibration(
@@ -74,8 +75,8 @@ async def test_a_calibrated_codec_that_both_have_is_used_within_the_class(
     prefill_site: Any, decode_site: Any, tokens: Any, tmp_path: Path
 ) -> None:
     fields = {"codecs": NAMES, "codec_calibration": calibration(tmp_path / "c.npz")}
-    p = await prefill_site(**fields)
-    d = await decode_site({"fra/p0": p}, **fields)
+    p = await prefill_site(engine=ENGINE, **fields)
+    d = await decode_site({"fra/p0": p}, engine=ENGINE, **fields)
     outcome, right = await brought(p, d, tokens, "near")
     assert outcome.quality == "near"
     assert outcome.codecs["near-channels"] > outcome.raw_bytes / 2

@@ -12,7 +12,9 @@
  * they are, 1 prefix code, 2 one symbol (one byte). */
 #include "native.h"
 
-enum { CLASSES = 4, LIMIT = 11, SLOTS = 1 << LIMIT };
+/* Codes may have LIMIT bits. We make none of more than SHORT: tables of half the size stay in the L1
+ * cache, which is worth more than the thousandth that they cost. */
+enum { CLASSES = 4, LIMIT = 11, SHORT = 10, SLOTS = 1 << LIMIT };
 enum { STORED, CODED, SINGLE };
 
 typedef struct {
@@ -152,7 +154,7 @@ static void count(const uint8_t *in, size_t n, Code *code)
     }
 }
 
-/* Huffman lengths of at least two used symbols, at most LIMIT: counts are flattened until it fits. */
+/* Huffman lengths of at least two used symbols, at most SHORT: counts are flattened until it fits. */
 static void assign_lengths(Code *code)
 {
     uint32_t weight[512];
@@ -190,7 +192,7 @@ static void assign_lengths(Code *code)
             if (i < n && depth[i] > deepest)
                 deepest = depth[i];
         }
-        if (deepest <= LIMIT) {
+        if (deepest <= SHORT) {
             memset(code->length, 0, sizeof code->length);
             for (int i = 0; i < n; i++)
                 code->length[symbol[i]] = depth[i];
@@ -253,20 +255,22 @@ static uint8_t *write_stream(const uint8_t *in, size_t n, const Code *code, uint
     return out + (have + 7) / 8;
 }
 
-/* Slot: first symbol | second << 8 | bits of both << 16 | how many << 24 | bits of the first << 28 */
-static void read_table(const Code *code, uint32_t *table)
+/* Slot: first symbol | second << 8 | bits of both << 16 | how many << 24 | bits of the first << 28.
+ * Slots of `longest` bits. */
+static void read_table(const Code *code, unsigned longest, uint32_t *table)
 {
     uint16_t one[SLOTS];
+    uint32_t slots = 1u << longest;
     for (int s = 0; s < 256; s++) {
         int n = code->length[s];
         if (n)
-            for (uint32_t at = code->code[s]; at < SLOTS; at += 1u << n)
+            for (uint32_t at = code->code[s]; at < slots; at += 1u << n)
                 one[at] = (uint16_t)(s | n << 8);
     }
-    for (uint32_t at = 0; at < SLOTS; at++) {
+    for (uint32_t at = 0; at < slots; at++) {
         uint32_t n = one[at] >> 8, next = one[at >> n], m = next >> 8;
         uint32_t first = one[at] & 255;
-        table[at] = n + m <= LIMIT
+        table[at] = n + m <= longest
             ? first | (next & 255) << 8 | (n + m) << 16 | 2u << 24 | n << 28
             : first | n << 16 | 1u << 24 | n << 28;
     }
@@ -280,14 +284,14 @@ typedef struct {
 } Reader;
 
 /* The last bytes of a stream, one symbol at a time, nothing read or written outside. */
-static int finish_stream(Reader *r, const uint32_t *table)
+static int finish_stream(Reader *r, const uint32_t *table, uint32_t mask)
 {
     while (r->out < r->out_end) {
         while (r->have <= 56 && r->in < r->end) {
             r->bits |= (uint64_t)*r->in++ << r->have;
             r->have += 8;
         }
-        uint32_t slot = table[r->bits & (SLOTS - 1)];
+        uint32_t slot = table[r->bits & mask];
         unsigned n = slot >> 28;
         if (n > r->have)
             return CORRUPT;
@@ -306,7 +310,7 @@ static int finish_stream(Reader *r, const uint32_t *table)
     } while (0)
 #define TAKE(k) \
     do { \
-        uint32_t slot = t##k[r##k.bits & (SLOTS - 1)]; \
+        uint32_t slot = t##k[r##k.bits & mask]; \
         unsigned n = slot >> 16 & 255; \
         memcpy(r##k.out, &slot, 2); \
         r##k.out += slot >> 24 & 15; \
@@ -316,7 +320,7 @@ static int finish_stream(Reader *r, const uint32_t *table)
 /* A round takes five slots of a stream: at most ten symbols, 55 bits. */
 #define ROOM(k) (r##k.end - r##k.in >= 8 && r##k.out_end - r##k.out >= 11)
 
-static int read_streams(Reader *r, uint32_t (*t)[SLOTS])
+static int read_streams(Reader *r, uint32_t (*t)[SLOTS], uint32_t mask)
 {
     Reader r0 = r[0], r1 = r[1], r2 = r[2], r3 = r[3];
     const uint32_t *t0 = t[0], *t1 = t[1], *t2 = t[2], *t3 = t[3];
@@ -336,7 +340,7 @@ static int read_streams(Reader *r, uint32_t (*t)[SLOTS])
         /* A refill may have taken bits of a byte that it has not counted. */ \
         if (r##k.have < 64) \
             r##k.bits &= ((uint64_t)1 << r##k.have) - 1; \
-        if (finish_stream(&r##k, t##k)) \
+        if (finish_stream(&r##k, t##k, mask)) \
             return CORRUPT; \
     } while (0)
     REST(0); REST(1); REST(2); REST(3);
@@ -429,6 +433,8 @@ int exponent_decode(const uint8_t *src, size_t size, size_t rows, size_t cols, s
         return CORRUPT;
     const uint8_t *modes = at + cols;
     at = modes + CLASSES;
+    Code codes[CLASSES];
+    unsigned longest = 1;
     for (int k = 0; k < CLASSES; k++) {
         if (modes[k] > SINGLE)
             return CORRUPT;
@@ -436,7 +442,8 @@ int exponent_decode(const uint8_t *src, size_t size, size_t rows, size_t cols, s
             memset(tables[k], 0, sizeof tables[k]);
             continue;
         }
-        Code code = {.used = 0};
+        Code *code = &codes[k];
+        memset(code->length, 0, sizeof code->length);
         if (end - at < 2)
             return CORRUPT;
         int low = *at++, high = *at++;
@@ -444,18 +451,22 @@ int exponent_decode(const uint8_t *src, size_t size, size_t rows, size_t cols, s
             return CORRUPT;
         for (int s = low; s <= high; s += 2) {
             uint8_t two = *at++;
-            code.length[s] = two & 15;
+            code->length[s] = two & 15;
             if (s < high)
-                code.length[s + 1] = two >> 4;
+                code->length[s + 1] = two >> 4;
             else if (two >> 4)
                 return CORRUPT;
             if ((two & 15) > LIMIT || two >> 4 > LIMIT)
                 return CORRUPT;
+            longest = (two & 15) > (int)longest ? two & 15u : longest;
+            longest = two >> 4 > (int)longest ? two >> 4u : longest;
         }
-        if (assign_codes(&code))
+        if (assign_codes(code))
             return CORRUPT;
-        read_table(&code, tables[k]);
     }
+    for (int k = 0; k < CLASSES; k++)
+        if (modes[k] == CODED)
+            read_table(&codes[k], longest, tables[k]);
     if (end - at < 4 * CLASSES)
         return CORRUPT;
     const uint8_t *sizes = at;
@@ -480,7 +491,7 @@ int exponent_decode(const uint8_t *src, size_t size, size_t rows, size_t cols, s
         at += has;
         out += wants;
     }
-    if (read_streams(readers, tables) || (size_t)(end - at) != rest)
+    if (read_streams(readers, tables, (1u << longest) - 1) || (size_t)(end - at) != rest)
         return CORRUPT;
     const uint16_t *columns = order;
     const uint8_t *in = sorted;

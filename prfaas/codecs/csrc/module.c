@@ -147,7 +147,7 @@ static PyObject *py_rans(PyObject *args, int encode)
         return NULL;
     if (!fits(rows, cols) || !exactly(&b, encode ? 0 : 1, (size_t)rows * cols * 2))
         return bad(&b, "rans");
-    uint32_t *scratch = malloc((size_t)rows + 64);
+    uint8_t *scratch = malloc((encode ? (size_t)rows * cols : 2 * (size_t)rows) + 64);
     if (!scratch)
         return no_memory(&b);
     ptrdiff_t n;
@@ -296,6 +296,6 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, 
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    rans_setup();
+    rans_setup(1);
     return PyModule_Create(&module);
 }

@@ -25,12 +25,12 @@ int exponent_decode(const uint8_t *src, size_t size, size_t rows, size_t cols, s
                     uint8_t *dst, uint8_t *scratch);
 
 /* rans.c: int16 columns, [cols][rows]. */
-void rans_setup(void);
+void rans_setup(int simd); /* once, before anything else; 0: as on a CPU without AVX2 */
 size_t rans_bound(size_t rows, size_t cols);
 ptrdiff_t rans_encode(const int16_t *q, size_t rows, size_t cols, uint8_t *dst, size_t room,
-                      uint32_t *scratch);
+                      uint8_t *scratch);
 int rans_decode(const uint8_t *src, size_t size, size_t rows, size_t cols, int16_t *q,
-                uint32_t *scratch);
+                uint8_t *scratch);
 
 /* transform.c: float32 rows of values, and their quantised columns. */
 int load_rows(const uint8_t *src, size_t rows, size_t heads, size_t dim, size_t kind,

@@ -6,6 +6,7 @@
 
 enum { PANEL = 16, TILE = 6, F32 = 0, BF16 = 1, F16 = 2 };
 #define LARGEST 30000.0f
+#define TOO_LARGE 0x46EA6000u /* bits of 30000: larger ones, infinite ones and NaN are above */
 
 static inline float from_bits(uint32_t v) { float f; memcpy(&f, &v, 4); return f; }
 static inline uint32_t to_bits(float f) { uint32_t v; memcpy(&v, &f, 4); return v; }
@@ -225,38 +226,91 @@ WIDE void inverse(const int16_t *q, size_t rows, size_t cols, const float *basis
     }
 }
 
+/* A block of 8 rows by 8 columns on its side. */
+static inline __attribute__((always_inline)) void turn_eight(const int16_t *from, size_t stride,
+                                                             int16_t *to, size_t pitch)
+{
+#if defined(__GNUC__) && !defined(__clang__)
+    typedef int16_t Eight __attribute__((vector_size(16)));
+    Eight v[8], w[8];
+    for (int i = 0; i < 8; i++)
+        memcpy(&v[i], from + i * stride, 16);
+    /* Three rounds: neighbours of row and column change places, then pairs, then fours. */
+    const Eight low1 = {0, 8, 2, 10, 4, 12, 6, 14}, high1 = {1, 9, 3, 11, 5, 13, 7, 15};
+    const Eight low2 = {0, 1, 8, 9, 4, 5, 12, 13}, high2 = {2, 3, 10, 11, 6, 7, 14, 15};
+    const Eight low4 = {0, 1, 2, 3, 8, 9, 10, 11}, high4 = {4, 5, 6, 7, 12, 13, 14, 15};
+    for (int i = 0; i < 8; i += 2) {
+        w[i] = __builtin_shuffle(v[i], v[i + 1], low1);
+        w[i + 1] = __builtin_shuffle(v[i], v[i + 1], high1);
+    }
+    for (int i = 0; i < 8; i += i % 2 ? 3 : 1) {
+        v[i] = __builtin_shuffle(w[i], w[i + 2], low2);
+        v[i + 2] = __builtin_shuffle(w[i], w[i + 2], high2);
+    }
+    for (int i = 0; i < 4; i++) {
+        w[i] = __builtin_shuffle(v[i], v[i + 4], low4);
+        w[i + 4] = __builtin_shuffle(v[i], v[i + 4], high4);
+    }
+    for (int i = 0; i < 8; i++)
+        memcpy(to + i * pitch, &w[i], 16);
+#else
+    for (size_t i = 0; i < 8; i++)
+        for (size_t j = 0; j < 8; j++)
+            to[j * pitch + i] = from[i * stride + j];
+#endif
+}
+
 /* q[cols][rows] of x[rows][cols], each column by a scale of its own. */
 WIDE int quantise(const float *x, size_t rows, size_t cols, const float *scale, float dead, int16_t *q)
 {
-    float worst = 0;
-    for (size_t block = 0; block < rows; block += 16) {
-        size_t n = rows - block < 16 ? rows - block : 16;
-        for (size_t c = 0; c < cols; c += PANEL) {
-            size_t most = cols - c < PANEL ? cols - c : PANEL;
-            int16_t part[PANEL][16];
+    enum { BLOCK = 256 };
+    int16_t part[8][BLOCK];
+    uint32_t worst = 0;
+    for (size_t row = 0; row < rows; row += 8) {
+        size_t n = rows - row < 8 ? rows - row : 8;
+        for (size_t first = 0; first < cols; first += BLOCK) {
+            size_t most = cols - first < BLOCK ? cols - first : BLOCK;
             for (size_t i = 0; i < n; i++) {
-                const float *row = x + (block + i) * cols + c;
+                const float *from = x + (row + i) * cols + first, *by = scale + first;
                 for (size_t j = 0; j < most; j++) {
-                    float v = rounded(row[j] * scale[c + j], dead), a = v < 0 ? -v : v;
-                    worst = a > worst ? a : worst;
-                    part[j][i] = (int16_t)(int32_t)v;
+                    float v = from[j] * by[j];
+                    uint32_t bits = to_bits(v), size = bits & 0x7FFFFFFF;
+                    worst = size > worst ? size : worst;
+                    v = size < TOO_LARGE ? v + from_bits(to_bits(dead) | (bits & 0x80000000u)) : 0;
+                    part[i][j] = (int16_t)(int32_t)v;
                 }
             }
-            for (size_t j = 0; j < most; j++)
-                memcpy(q + (c + j) * rows + block, part[j], n * sizeof(int16_t));
+            size_t j = 0;
+            if (n == 8)
+                for (; j + 8 <= most; j += 8)
+                    turn_eight(&part[0][j], BLOCK, q + (first + j) * rows + row, rows);
+            for (; j < most; j++)
+                for (size_t i = 0; i < n; i++)
+                    q[(first + j) * rows + row + i] = part[i][j];
         }
     }
-    return worst <= LARGEST ? 0 : NO_GAIN;
+    return worst < TOO_LARGE ? 0 : NO_GAIN;
 }
 
 WIDE void dequantise(const int16_t *q, size_t rows, size_t cols, const float *step, float *x)
 {
-    for (size_t block = 0; block < rows; block += 16) {
-        size_t n = rows - block < 16 ? rows - block : 16;
-        for (size_t c = 0; c < cols; c++) {
-            const int16_t *from = q + c * rows + block;
-            for (size_t i = 0; i < n; i++)
-                x[(block + i) * cols + c] = (float)from[i] * step[c];
+    enum { BLOCK = 256 };
+    int16_t part[8][BLOCK];
+    for (size_t row = 0; row < rows; row += 8) {
+        size_t n = rows - row < 8 ? rows - row : 8;
+        for (size_t first = 0; first < cols; first += BLOCK) {
+            size_t most = cols - first < BLOCK ? cols - first : BLOCK, j = 0;
+            if (n == 8)
+                for (; j + 8 <= most; j += 8)
+                    turn_eight(q + (first + j) * rows + row, rows, &part[0][j], BLOCK);
+            for (; j < most; j++)
+                for (size_t i = 0; i < n; i++)
+                    part[i][j] = q[(first + j) * rows + row + i];
+            for (size_t i = 0; i < n; i++) {
+                float *to = x + (row + i) * cols + first;
+                for (j = 0; j < most; j++)
+                    to[j] = (float)part[i][j] * step[first + j];
+            }
         }
     }
 }
