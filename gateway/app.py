@@ -24,7 +24,7 @@ from gateway.front import Front
 from gateway.generation import Generation
 from gateway.handlers import Handlers
 from gateway.ids import Ids
-from gateway.live_policy import LivePolicy, MakePolicy
+from gateway.live_policy import Effective, LivePolicy, MakePolicy
 from gateway.members import Members, merged
 from gateway.membership import Membership
 from gateway.metrics import GatewayMetrics, LiveSources
@@ -73,9 +73,11 @@ class Gateway:
         clock: Clock = SYSTEM_CLOCK,
         make_policy: MakePolicy | None = None,
         store: ClusterStore | None = None,
+        effective: Effective | None = None,
     ) -> None:
         """`make_policy` makes canary and shadow, and what changed files name; `store` is where it
-        meets other gateways, in place of the Redis that settings name.
+        meets other gateways, in place of the Redis that settings name; `effective` reads policy
+        files for the log.
         """
         check_settings(settings)
         gateway, limits = settings.gateway, settings.limits
@@ -92,7 +94,7 @@ class Gateway:
         self.tokenizer_check = TokenizerCheck(
             self._tokeniser, self.engines.any_upstream, gateway.tokenize_check_every, limits
         )
-        self.policy = LivePolicy(gateway, policy, make_policy, self.metrics)
+        self.policy = LivePolicy(gateway, policy, make_policy, self.metrics, effective)
         self.tenancy = tenancy_of(gateway, limits, self.metrics.tenants, clock)
         self._door = None if self.tenancy is None else self.tenancy.door
         self._spans = open_spans(settings.tracing, "gateway")
@@ -280,6 +282,7 @@ async def serve(
     *,
     policy: RoutingPolicy[Any],
     make_policy: MakePolicy | None = None,
+    effective: Effective | None = None,
 ) -> None:
     """Run a gateway until SIGTERM or SIGINT: then drain, and at a second signal stop at once.
 
@@ -292,7 +295,7 @@ async def serve(
         logger.warning(
             "gateway.tokenizer is not set: only prompts that are token arrays can be offloaded"
         )
-    gateway = Gateway(settings, policy, tokenizer, make_policy=make_policy)
+    gateway = Gateway(settings, policy, tokenizer, make_policy=make_policy, effective=effective)
     stop, force = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:

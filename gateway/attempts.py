@@ -215,6 +215,7 @@ class Attempts:
         chosen = self._policy.decide(record.facts, record.snapshot, record.key)
         record.policy, record.policy_state = chosen.policy, chosen.state
         record.policy_role, record.policy_version = chosen.role, chosen.version
+        record.policy_parameters = chosen.parameters
         record.shadow, decision = chosen.shadow, chosen.decision
         self._metrics.policy_decided(chosen)
         if client_params is not None and client_params.plan:

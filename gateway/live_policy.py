@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,10 @@ from prfaas.values import Value
 logger = logging.getLogger(__name__)
 
 MakePolicy = Callable[[PolicySettings], RoutingPolicy[Any]]
+Effective = Callable[[PolicySettings], PolicySettings]
+"""Settings with a policy file read."""
+Parameters = Mapping[str, Any]
+"""Of a policy, those that are not the defaults."""
 
 LOOK_S = 1.0
 """Between two looks at the files."""
@@ -33,8 +37,12 @@ ACTIVE, CANARY = "active", "canary"
 class Running:
     """One policy with its state; `decide` and `observe` as in `RoutingPolicy`."""
 
-    def __init__(self, policy: RoutingPolicy[Any], version: int) -> None:
+    def __init__(
+        self, policy: RoutingPolicy[Any], version: int, parameters: Parameters | None = None
+    ) -> None:
         self.policy = policy
+        self.parameters = parameters
+        """For the log; None: nobody here can tell."""
         self.version = version
         """Grows with each policy that took its place."""
         self.state = policy.initial_state()
@@ -71,6 +79,8 @@ class Chosen(Value, frozen=True):
     version: int
     state: object
     """Of the policy when it decided."""
+    parameters: Parameters | None = None
+    """Of the policy, those that are not the defaults; None: nobody can tell."""
     shadow: Shadow | None = None
 
 
@@ -91,19 +101,23 @@ class LivePolicy:
         active: RoutingPolicy[Any],
         make: MakePolicy | None,
         events: PolicyEvents,
+        effective: Effective | None = None,
     ) -> None:
-        """`make` makes a policy, from its file where settings name one. Raises ConfigError."""
+        """`make` makes a policy, from its file where settings name one; `effective` reads such
+        files for the log. Raises ConfigError.
+        """
         self._make = make
+        self._effective = effective
         self._events = events
         self._settings: dict[str, PolicySettings] = {ACTIVE: settings.policy}
         self._share = settings.canary_share
-        self._running = {ACTIVE: Running(active, 1)}
+        self._running = {ACTIVE: Running(active, 1, self._parameters(settings.policy))}
         self._before: dict[str, Running] = {}
         """What ran before the last change, to go back to."""
         for role, chosen in ((CANARY, settings.canary), ("shadow", settings.shadow)):
             if chosen is not None:
                 self._settings[role] = chosen
-                self._running[role] = Running(self._made(chosen), 1)
+                self._running[role] = Running(self._made(chosen), 1, self._parameters(chosen))
         self._published: str | None = None
         self._stamps = {role: _stamp(chosen.file) for role, chosen in self._settings.items()}
 
@@ -134,6 +148,7 @@ class LivePolicy:
             running.policy.name,
             running.version,
             state,
+            running.parameters,
             self._in_shadow(facts, snapshot, decision),
         )
 
@@ -161,13 +176,14 @@ class LivePolicy:
             self._stamps[role] = stamp
             try:
                 policy = await asyncio.to_thread(self._made, chosen)
+                parameters = await asyncio.to_thread(self._parameters, chosen)
             except ConfigError as exc:
                 logger.error("the %s policy stays as it is: %s", role, exc.message)
                 self._events.policy_changed(role, "refused")
                 continue
             old = self._running[role]
             self._before[role] = old
-            self._running[role] = Running(policy, old.version + 1)
+            self._running[role] = Running(policy, old.version + 1, parameters)
             logger.info("the %s policy is %s, version %d", role, policy.name, old.version + 1)
             self._events.policy_changed(role, "loaded")
             if role == ACTIVE:
@@ -184,21 +200,22 @@ class LivePolicy:
             return
         old = self._running[ACTIVE]
         try:
-            policy = await asyncio.to_thread(self._of_text, text)
+            policy, parameters = await asyncio.to_thread(self._of_text, text)
         except ConfigError as exc:
             logger.error("the policy of another gateway is not taken over: %s", exc.message)
             self._events.policy_changed(ACTIVE, "refused")
             return
         self._before[ACTIVE] = old
-        self._running[ACTIVE] = Running(policy, old.version + 1)
+        self._running[ACTIVE] = Running(policy, old.version + 1, parameters)
         logger.info("the active policy is %s, of another gateway", policy.name)
         self._events.policy_changed(ACTIVE, "loaded")
 
-    def _of_text(self, text: str) -> RoutingPolicy[Any]:
+    def _of_text(self, text: str) -> tuple[RoutingPolicy[Any], Parameters | None]:
         with tempfile.TemporaryDirectory(prefix="prfaas-policy-") as folder:
             file = Path(folder) / "policy.yaml"
             file.write_text(text)
-            return self._made(PolicySettings(file=file))
+            settings = PolicySettings(file=file)
+            return self._made(settings), self._parameters(settings)
 
     def _made(self, settings: PolicySettings) -> RoutingPolicy[Any]:
         if self._make is None:
@@ -206,6 +223,13 @@ class LivePolicy:
                 "gateway.canary, gateway.shadow: nothing here makes policies", field="gateway"
             )
         return self._make(settings)
+
+    def _parameters(self, settings: PolicySettings) -> Parameters | None:
+        if self._effective is not None:
+            settings = self._effective(settings)
+        if settings.file is not None:
+            return None
+        return settings.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
 
     def _roll_back(self, role: str) -> Running:
         """To what ran before; from a canary to the active one. Raises what there was to raise where

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.live_policy import Shadow
+from gateway.live_policy import Parameters, Shadow
 from gateway.trace import Trace
 from prfaas.clock import Clock
 from prfaas.errors import PrfaasError, RateLimited
@@ -45,6 +45,8 @@ class RequestRecord(msgspec.Struct):
     snapshot: Snapshot | None = None
     policy: str = ""
     policy_state: object = None
+    policy_parameters: Parameters | None = None
+    """Those that are not the defaults; None: nobody could tell."""
     policy_role: str = ""
     """`active` or `canary`."""
     policy_version: int = 0
@@ -186,6 +188,7 @@ def summary(record: RequestRecord) -> dict[str, Any]:
         "outcome": record.outcome,
         "policy": record.policy,
         "policy_state": record.policy_state,
+        "policy_parameters": record.policy_parameters,
         "policy_role": record.policy_role,
         "policy_version": record.policy_version,
         "shadow": record.shadow,

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from pydantic import ValidationError
 
 from policies.inputs import Input, inputs_of
 from policies.parameters import SPANS
 from policies.registry import make_policy
 from prfaas.errors import ConfigError
 from prfaas.interfaces import RoutingPolicy
-from prfaas.settings import PolicySettings
+from prfaas.settings import PolicySettings, validation_message
 from prfaas.snapshot import Decision, Reason, RequestFacts, Snapshot, Target
 
 STEPS_PER_DOUBLING = 4
@@ -32,6 +33,8 @@ class Logged:
     request_id: str
     policy: str
     state: Any
+    parameters: Mapping[str, Any] | None
+    """Of the policy, those that are not the defaults; None: the log does not say."""
     facts: RequestFacts
     snapshot: Snapshot
     decision: Decision
@@ -95,6 +98,20 @@ def find(path: Path, request_id: str | None) -> Logged:
         what = "no line with a decision" if request_id is None else f"no decision of {request_id!r}"
         raise ConfigError(f"{path}: {what}")
     return found
+
+
+def settings_of(logged: Logged) -> PolicySettings:
+    """The policy with its parameters as they were logged, or with the defaults where they were not.
+
+    Raises ConfigError for parameters that this version does not know.
+    """
+    data = {"name": logged.policy, **(logged.parameters or {})}
+    try:
+        return PolicySettings.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(
+            f"request {logged.request_id}: {validation_message(error, 'policy_parameters')}"
+        ) from error
 
 
 def explain(logged: Logged, settings: PolicySettings) -> Explanation:
@@ -196,4 +213,5 @@ def _logged(row: Mapping[str, Any], where: str) -> Logged:
         request_id = msgspec.convert(row.get("request_id"), str)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: not a line that this version wrote: {error}") from error
-    return Logged(request_id, name, row.get("policy_state"), facts, snapshot, decision)
+    parameters = row.get("policy_parameters")
+    return Logged(request_id, name, row.get("policy_state"), parameters, facts, snapshot, decision)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from policies.explain import OVERRIDDEN, Explanation, Flip, explain, find
+from policies.explain import OVERRIDDEN, Explanation, Flip, explain, find, settings_of
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import Decision, Estimate
 
@@ -17,11 +17,11 @@ def run_explain(
 ) -> str:
     """Explain the decision of a request in a gateway's log; none: of the last one.
 
-    `settings`: the policy to ask; none: the logged one with default parameters. Raises ConfigError.
+    `settings`: the policy to ask; none: the logged one. Raises ConfigError.
     """
     logged = find(log, request_id)
     if settings is None:
-        settings = PolicySettings.model_validate({"name": logged.policy})
+        settings = settings_of(logged)
     found = explain(logged, settings)
     return json.dumps(as_data(found), indent=2) + "\n" if as_json else to_text(found)
 

@@ -70,13 +70,22 @@ def gateway(
 ) -> None:
     """Run the gateway: the OpenAI API in front of the decode engines."""
     from gateway.app import serve
+    from policies.effective import effective
     from policies.registry import make_policy
 
     offload = False if no_offload else None
     settings = _settings(config, "gateway", host=host, port=port, offload=offload)
     policy = make_policy(settings.gateway.policy)
     logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
-    _run(serve(settings, _ready(ready_fd), policy=policy, make_policy=make_policy))
+    _run(
+        serve(
+            settings,
+            _ready(ready_fd),
+            policy=policy,
+            make_policy=make_policy,
+            effective=effective,
+        )
+    )
 
 
 @cli.command()

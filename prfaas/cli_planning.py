@@ -221,7 +221,7 @@ def tune(
 @click.option(
     "--policy-file",
     type=_FILE,
-    help="Parameters: a policy file, or a configuration file's gateway.policy; default: defaults.",
+    help="Parameters: a policy file, or a configuration file's gateway.policy; default: as logged.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 def explain(

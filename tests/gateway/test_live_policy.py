@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.live_policy import ACTIVE, CANARY, LivePolicy
+from policies.effective import effective
 from policies.registry import make_policy
 from prfaas.errors import ConfigError
 from prfaas.settings import GatewaySettings, PolicySettings
@@ -62,6 +63,20 @@ def live_of(events: Events, make: Any = make_policy, **gateway: Any) -> LivePoli
 
 def decide(live: LivePolicy, key: str = "k") -> Any:
     return live.decide(long_request(), busy_snapshot(), key)
+
+
+async def test_decisions_tell_the_parameters_that_are_not_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    write(file, policy_file("least_ttft", remote_margin=0.2))
+    settings = GatewaySettings(policy=PolicySettings(file=file))
+    live = LivePolicy(settings, make_policy(settings.policy), make_policy, Events(), effective)
+    assert decide(live).parameters == {"remote_margin": 0.2}
+    write(file, policy_file("priced", link_weight=0.5))
+    await live.look()
+    assert decide(live).parameters == {"link_weight": 0.5}
+    await live.adopt(policy_file("least_ttft"))
+    assert decide(live).parameters == {}
+    assert decide(live_of(Events(), policy={"file": file})).parameters is None
 
 
 async def test_a_changed_file_takes_over_between_two_decisions(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from policies.explain import Explanation, explain, find
+from policies.explain import Explanation, explain, find, settings_of
 from policies.inputs import inputs_of
 from policies.registry import POLICIES, make_policy
 from prfaas.cli import cli
@@ -49,6 +49,25 @@ def explained(tmp_path: Path, text: str, **settings: Any) -> Explanation:
     log.write_text(text)
     logged = find(log, None)
     return explain(logged, PolicySettings.model_validate({"name": logged.policy, **settings}))
+
+
+def test_the_logged_parameters_are_replayed(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    log.write_text(line("least_ttft", policy_parameters={"remote_margin": 0.9}))
+    logged = find(log, None)
+    assert settings_of(logged).remote_margin == 0.9
+    assert explain(logged, settings_of(logged)).replayed.target is Target.LOCAL
+    shown = CliRunner().invoke(cli, ["explain", str(log)])
+    assert "replayed  local" in shown.output
+    log.write_text(line("least_ttft"))
+    assert settings_of(find(log, None)) == PolicySettings(name="least_ttft")
+
+
+def test_parameters_of_another_version_are_an_error(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    log.write_text(line("least_ttft", policy_parameters={"remote_marge": 0.9}))
+    with pytest.raises(ConfigError, match=r"r1: policy_parameters\.remote_marge"):
+        settings_of(find(log, None))
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
