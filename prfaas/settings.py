@@ -113,8 +113,8 @@ class EngineEndpoint(Section):
     )
     api_key: SecretStr | None = Field(
         None,
-        description="Sent to it as `Authorization: Bearer ...`; none: it gets what the client sent, "
-        "or nothing where that is a tenant's key.",
+        description="Sent to it as `Authorization: Bearer ...`; none: it gets what the client "
+        "sent, or nothing where that is a tenant's key.",
     )
     apis: tuple[Literal["responses", "embeddings", "tokenize", "detokenize"], ...] | None = Field(
         None, description="What it has beyond chat and completions; none: the engine is asked."
