@@ -1,8 +1,8 @@
 """What the gateway costs before an engine, beside routers that people use today.
 
 One interleaved run, medians of rounds. Routers share one core; load and a mock engine have another.
-CPU is what the scheduler counted for all threads of a router. All have one engine: that is what
-this gateway relays to, so a row says what a request costs, not how well it is placed.
+CPU is what the scheduler counted for all threads of a router. All have one engine, so a row says
+what a request costs; those that look for a prompt's prefix have two, to have something to look for.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from bench import gateway_routers as routers_
 from bench.gateway_load import Driver, Load
 from bench.gateway_routers import Router
 from bench.harness import Arm, Report, Samples, run_interleaved
+from local_engine.demo_model import fetch_demo_model
 from prfaas.errors import PrfaasError
+from prfaas.up.paths import default_cache_dir
 
 OURS = "ours"
 PLAIN = "aiohttp"
 OFFLOADING, TWO_LEGS = "ours-offloading", "vllm-pd"
+PLACING, EXACT = "ours-placing", "ours-exact"
+OURS_FOR = {"remote": OFFLOADING, "64KB-prefix": PLACING, "64KB-exact": EXACT}
+"""Which of ours a load is for, where it is not the plain one."""
 ROUNDS, QUICK_ROUNDS = 7, 3
 RSS_REQUESTS = 100_000
 RSS_WARM_UP = 10_000
 
-# Row, load, baseline. Bodies of 64 KB against round robin only: this gateway keeps no index of
-# prefixes for an engine without an agent, so cache-aware routers do more there.
+# Row, load, baseline.
 ROWS = (
     ("cpu_200B_over_sglang", "200B", "sglang-rr"),
     ("cpu_200B_over_vllm", "200B", "vllm-rr"),
@@ -39,6 +43,9 @@ ROWS = (
     ("cpu_64KB_over_sglang", "64KB", "sglang-rr"),
     ("cpu_64KB_over_vllm", "64KB", "vllm-rr"),
     ("cpu_64KB_over_aiohttp", "64KB", PLAIN),
+    ("cpu_64KB_prefix_over_sglang_cache", "64KB-prefix", "sglang-cache2"),
+    ("cpu_64KB_prefix_over_vllm_cache", "64KB-prefix", "vllm-cache2"),
+    ("cpu_64KB_exact_tokens_over_sglang_cache", "64KB-exact", "sglang-cache2"),
     ("cpu_sse32_over_sglang_cache", "sse32", "sglang-cache"),
     ("cpu_sse32_over_vllm", "sse32", "vllm-rr"),
     ("cpu_sse32_over_aiohttp", "sse32", PLAIN),
@@ -48,13 +55,22 @@ ROWS = (
 )
 
 
+REMOTE_ROUTERS = frozenset({OFFLOADING, TWO_LEGS})
+PREFIX_ROUTERS = frozenset({PLACING, "sglang-cache2", "vllm-cache2"})
+EXACT_ROUTERS = frozenset({EXACT, "sglang-cache2"})
+SPECIAL = REMOTE_ROUTERS | PREFIX_ROUTERS | EXACT_ROUTERS
+
+
 def loads(quick: bool) -> tuple[Load, ...]:
     scale = 1 if quick else 3
     return (
         Load("200B", 200, clients=16, requests=1000 * scale),
         Load("64KB", 64_000, clients=16, requests=250 * scale),
         Load("sse32", 200, clients=16, requests=400 * scale, stream=True),
-        Load("remote", 200, clients=16, requests=500 * scale, remote=True),
+        Load("64KB-prefix", 64_000, clients=16, requests=250 * scale, routers=PREFIX_ROUTERS),
+        # Few: with a tokenizer one takes as long as a hundred others.
+        Load("64KB-exact", 64_000, clients=4, requests=16 * scale, routers=EXACT_ROUTERS),
+        Load("remote", 200, clients=16, requests=500 * scale, remote=True, routers=REMOTE_ROUTERS),
         Load("paced", 200, clients=32, requests=64 * scale, stream=True, paced=True),
     )
 
@@ -84,12 +100,20 @@ async def _run(quick: bool, report: Report) -> None:
             OFFLOADING: lambda port: routers_.ours_offloading(
                 directory, port, engine_url, d_agent, p_agent
             ),
+            PLACING: lambda port: routers_.ours_placing(directory, port, (engine_url, other_url)),
             PLAIN: lambda port: routers_.plain_proxy(port, engine_url),
         }
+        if (model := _demo_model(report)) is not None:
+            commands[EXACT] = lambda port: routers_.ours_placing(
+                directory, port, (engine_url, other_url), model
+            )
         for name, python in pythons.items():
             if python is not None:
                 for short, policy in (("rr", "round_robin"), ("cache", "cache_aware")):
                     commands[f"{name}-{short}"] = _baseline(python, name, policy, engine_url)
+                commands[f"{name}-cache2"] = _baseline(
+                    python, name, "cache_aware", engine_url, other_url
+                )
         if (vllm := pythons["vllm"]) is not None:
             commands[TWO_LEGS] = lambda port: routers_.vllm_two_legs(
                 vllm, port, other_url, engine_url
@@ -106,8 +130,24 @@ async def _run(quick: bool, report: Report) -> None:
         await _measure(quick, report, routers, drivers)
 
 
-def _baseline(python: Path, name: str, policy: str, url: str) -> Callable[[int], list[str]]:
-    return lambda port: routers_.baseline(python, name, policy, port, url)
+def _baseline(python: Path, name: str, policy: str, *urls: str) -> Callable[[int], list[str]]:
+    return lambda port: routers_.baseline(python, name, policy, port, *urls)
+
+
+def _demo_model(report: Report) -> Path | None:
+    """Its tokenizer is what counts; None, said aloud, where it cannot be had."""
+    try:
+        return fetch_demo_model(default_cache_dir(), report.say)
+    except PrfaasError as exc:
+        report.say(f"no tokenizer, so the row of exact tokens is left out: {exc.message}")
+        return None
+
+
+def _runs(load: Load, name: str) -> bool:
+    """Whether this router gets this load."""
+    if load.paced and name.startswith("sglang"):
+        return False  # it does not pass on the field by which the engine paces its events
+    return name in load.routers if load.routers else name not in SPECIAL
 
 
 async def _measure(
@@ -116,18 +156,15 @@ async def _measure(
     arms: dict[str, Arm] = {}
     for load in loads(quick):
         for name, router in routers.items():
-            if load.paced and name.startswith("sglang"):
-                continue  # it does not pass on the field by which the engine paces its events
-            if load.remote is not (name in (OFFLOADING, TWO_LEGS)):
-                continue
-            arms[f"{load.name} {name}"] = _cpu_us(router, drivers[name], load)
+            if _runs(load, name):
+                arms[f"{load.name} {name}"] = _cpu_us(router, drivers[name], load)
     one = Load("c1", 200, clients=1, requests=200 if quick else 800)
     for name in ("direct", OURS, "vllm-rr"):
         if name in drivers:
             arms[f"c1 {name}"] = _p50_us(drivers[name], one)
     for load in loads(True):  # warm: pools, caches, branches
         for name in routers:
-            if load.remote is (name in (OFFLOADING, TWO_LEGS)):
+            if _runs(load, name):
                 await drivers[name].run(load)
     rounds = QUICK_ROUNDS if quick else ROUNDS
     found = await run_interleaved(arms, rounds, report.say)
@@ -161,9 +198,10 @@ def _p50_us(driver: Driver, load: Load) -> Arm:
 def _write(report: Report, found: dict[str, Samples]) -> None:
     """Ratios of medians, of what ran; then the medians themselves."""
     for row, load, name in ROWS:
-        if f"{load} {name}" not in found:
+        ours = f"{load} {OURS_FOR.get(load, OURS)}"
+        if f"{load} {name}" not in found or ours not in found:
             continue
-        mine = found[f"{load} {OFFLOADING if load == 'remote' else OURS}"]
+        mine = found[ours]
         theirs = found[f"{load} {name}"]
         what = "token" if load == "paced" else "request"
         note = (
@@ -192,8 +230,14 @@ def _named(name: str) -> str:
     if package not in routers_.VERSIONS:
         named = {PLAIN: "a plain aiohttp proxy", OURS: "this gateway"}
         named[OFFLOADING] = "this gateway, every request offloaded"
+        named[PLACING] = "this gateway, two engines, an index of text"
+        named[EXACT] = "this gateway, two engines, prompts tokenised"
         return named.get(name, name)
-    how = {"cache": "cache aware", "pd": "prefill and decode as two legs"}
+    how = {
+        "cache": "cache aware",
+        "cache2": "cache aware, two engines",
+        "pd": "prefill and decode as two legs",
+    }
     return f"{routers_.VERSIONS[package]}, {how.get(policy, 'round robin')}"
 
 

@@ -36,6 +36,8 @@ class Load:
     paced: bool = False
     remote: bool = False
     """A prompt of token ids, which a gateway can offload without a tokenizer."""
+    routers: frozenset[str] = frozenset()
+    """Who gets it; empty: all that have one engine."""
 
     @property
     def path(self) -> str:

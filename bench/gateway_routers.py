@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,25 @@ def ours(directory: Path, port: int, engine_url: str) -> list[str]:
     return [sys.executable, "-m", "prfaas", "gateway", "--config", str(path)]
 
 
+def ours_placing(
+    directory: Path, port: int, engine_urls: Sequence[str], tokenizer: Path | None = None
+) -> list[str]:
+    """The same before two engines, so that it looks for the one that has a prompt's prefix: by
+    blocks of text, or with a tokenizer by the blocks of tokens that engines cache."""
+    settings: dict[str, object] = {
+        "host": "127.0.0.1",
+        "port": port,
+        "model": MODEL,
+        "engines": [{"name": f"d-{at}", "url": url} for at, url in enumerate(engine_urls)],
+        "tokenize_check_every": 0,
+    }
+    if tokenizer is not None:
+        settings["tokenizer"] = str(tokenizer)
+    path = directory / ("placing.yaml" if tokenizer is None else "exact.yaml")
+    path.write_text(yaml.safe_dump({"config_version": 1, "gateway": settings}))
+    return [sys.executable, "-m", "prfaas", "gateway", "--config", str(path)]
+
+
 def ours_offloading(
     directory: Path, port: int, engine_url: str, d_agent: str, p_agent: str
 ) -> list[str]:
@@ -121,12 +140,12 @@ def plain_proxy(port: int, engine_url: str) -> list[str]:
     return [sys.executable, "-m", "bench.plain_proxy", str(port), engine_url]
 
 
-def baseline(python: Path, name: str, policy: str, port: int, engine_url: str) -> list[str]:
+def baseline(python: Path, name: str, policy: str, port: int, *engine_urls: str) -> list[str]:
     """Both take the same arguments."""
     (metrics,) = free_ports(1)
     return [
         str(python), "-m", f"{name}_router.launch_router", "--host", "127.0.0.1",
-        "--port", str(port), "--worker-urls", engine_url, "--policy", policy,
+        "--port", str(port), "--worker-urls", *engine_urls, "--policy", policy,
         "--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics),
         "--log-level", "warn" if name == "sglang" else "warning",
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from bench.harness import Report, Samples
 from prfaas.testing.raw_http import HELLO, OK, answering, raw_server
 
 LOADS = tuple(
-    Load(load.name, load.body_bytes, 2, 4, load.stream, load.paced, load.remote)
+    Load(load.name, load.body_bytes, 2, 4, load.stream, load.paced, load.remote, load.routers)
     for load in gateway.loads(True)
 )
 
@@ -40,10 +40,11 @@ async def test_every_load_passes_through_the_gateway_and_the_plain_proxy(tmp_pat
         commands = {
             "ours": lambda port: gateway_routers.ours(tmp_path, port, url),
             "offloading": lambda port: gateway_routers.ours_offloading(tmp_path, port, url, d, p),
+            "placing": lambda port: gateway_routers.ours_placing(tmp_path, port, (url, url)),
             "aiohttp": lambda port: gateway_routers.plain_proxy(port, url),
         }
         async with gateway_routers.running(commands, tmp_path, 0, said.append) as routers:
-            assert list(routers) == ["ours", "offloading", "aiohttp"], said
+            assert list(routers) == ["ours", "offloading", "placing", "aiohttp"], said
             for router in routers.values():
                 driver = Driver(router.url)
                 before = router.cpu_s()
@@ -90,7 +91,7 @@ async def test_a_router_that_does_not_come_up_is_left_out(
 
 
 def test_a_row_whose_baseline_did_not_run_is_not_written(tmp_path: Path) -> None:
-    ran = ("ours", "aiohttp", "vllm-rr", "ours-offloading")
+    ran = ("ours", "aiohttp", "vllm-rr", "ours-offloading", "vllm-cache2", "ours-placing")
     found = {
         f"{load.name} {name}": Samples((10.0 * at, 10.0 * at))
         for load in gateway.loads(True)
@@ -103,7 +104,8 @@ def test_a_row_whose_baseline_did_not_run_is_not_written(tmp_path: Path) -> None
     assert rows["cpu_200B_over_vllm"].value == pytest.approx(1 / 3)
     assert VERSIONS["vllm"] in rows["cpu_200B_over_vllm"].note
     assert rows["cpu_64KB_over_aiohttp"].value == 0.5
-    assert not [name for name in rows if "sglang" in name]
+    assert rows["cpu_64KB_prefix_over_vllm_cache"].value == pytest.approx(6 / 5)
+    assert not [name for name in rows if "sglang" in name or "exact_tokens" in name]
     assert "added_p50_over_vllm.c1" not in rows
     found["c1 vllm-rr"] = Samples((500.0,))
     gateway._write(report, found)
@@ -116,3 +118,16 @@ def test_cpu_is_that_of_the_process_itself() -> None:
     before = router.cpu_s()
     sum(range(2_000_000))
     assert 0 < router.cpu_s() - before < 20
+
+
+def test_each_load_goes_to_the_routers_it_is_for() -> None:
+    names = ["ours", "aiohttp", "sglang-rr", "vllm-cache", *sorted(gateway.SPECIAL)]
+    got = {
+        load.name: {name for name in names if gateway._runs(load, name)}
+        for load in gateway.loads(True)
+    }
+    assert got["200B"] == {"ours", "aiohttp", "sglang-rr", "vllm-cache"}
+    assert got["paced"] == {"ours", "aiohttp", "vllm-cache"}
+    assert got["remote"] == {"ours-offloading", "vllm-pd"}
+    assert got["64KB-prefix"] == {"ours-placing", "sglang-cache2", "vllm-cache2"}
+    assert got["64KB-exact"] == {"ours-exact", "sglang-cache2"}
