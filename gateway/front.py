@@ -202,6 +202,8 @@ class ClientConnection(asyncio.Protocol):
             if self._front.door is not None:
                 self._visit = self._front.door.enter(head.fields.get("authorization", ""))
                 self._refusal = self._visit.refusal
+                if self._refusal is not None:  # its body may come as slowly as it likes
+                    self._give_back()
         self._head, self._missing = head, head.body_bytes
         self._since = self._loop.time()
         if end < len(data) or not self._missing:
@@ -306,10 +308,14 @@ class ClientConnection(asyncio.Protocol):
     def _release(self) -> None:
         self._head = self._refusal = None
         self._missing = 0
+        self._visit.leave()
+        self._visit = ANYBODY
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Its place among the requests in flight."""
         if self._admitted:
             self._admitted = False
-            self._visit.leave()
-            self._visit = ANYBODY
             self._front.admission.leave()
 
     async def _answer(self, head: ClientHead, body: bytes) -> None:

@@ -75,6 +75,19 @@ async def test_only_good_keys_are_let_in(make: Make, file: TenantFixture, tmp_pa
     assert (found[4]["tenant"], found[4]["completion_tokens"]) == ("acme", 4)
 
 
+async def test_who_has_no_key_takes_no_place_while_its_body_comes(
+    make: Make, file: TenantFixture
+) -> None:
+    async with make(limits={"gateway_max_in_flight": 1}) as cluster:
+        reader, writer = await asyncio.open_connection("127.0.0.1", cluster.gateway.port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+        await until(lambda: cluster.gateway.front.open, "the head")
+        assert (await cluster.post(SHORT, **file.bearer("acme")))[0] == 200
+        writer.write(b"123456789")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
+
+
 async def test_the_long_way_in_has_the_same_door(make: Make, file: TenantFixture) -> None:
     async with make() as cluster:
 
