@@ -18,6 +18,7 @@ import torch
 from prfaas.testing.staging_agent import Kv, Script, StagingAgent
 
 CHUNK_TOKENS = 64
+STEPS_TIMEOUT_S = 60.0
 
 
 @dataclass(eq=False)
@@ -184,13 +185,18 @@ class InProcessVllm:
                     one.finish_reason = completion.finish_reason or ""
                     one.cached_tokens = output.num_cached_tokens or 0
 
-    def steps(self, until: Callable[[], Any], limit: int = 3000) -> Any:
-        """Step until something is true. Raises AssertionError when that takes too many steps."""
-        for _ in range(limit):
-            if found := until():
-                return found
+    def steps(self, until: Callable[[], Any], limit: int = 0) -> Any:
+        """Step until something is true. Raises AssertionError when that takes more than `limit`
+        steps, or, without one, so long that no other thread is the reason.
+        """
+        deadline = time.monotonic() + STEPS_TIMEOUT_S
+        taken = 0
+        while not (found := until()):
+            over = taken >= limit if limit else time.monotonic() > deadline
+            assert not over, "waited in vain"
             self.step()
-        raise AssertionError("waited in vain")
+            taken += 1
+        return found
 
     def finish(self, *requests: Running) -> None:
         """Step until these are over."""

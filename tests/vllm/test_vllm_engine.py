@@ -50,7 +50,7 @@ def test_the_connector_s_wheel_is_all_it_needs() -> None:
     root = HERE.parents[2]
     subprocess.run([root / "scripts" / "vllm_env.sh"], check=True, timeout=200)
     done = subprocess.run(
-        [PYTHON, "-c", _IMPORT], cwd="/", capture_output=True, text=True, timeout=100
+        [PYTHON, "-I", "-c", _IMPORT], cwd="/", capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     path, loaded = done.stdout.splitlines()[-1].split(" ", 1)
