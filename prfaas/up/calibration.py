@@ -23,6 +23,10 @@ STEP_TOKENS = 24
 """Tokens of answers that time decode steps."""
 STEP_PROMPT = 64
 LEAST_ROUNDS = 2
+_GOODPUT_RANGE = 8.0
+"""Factor by which the meter may be wrong, up and down."""
+_BETTER = 0.99
+"""An error that is not smaller than so is no better."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _MOST_HEADS = 1024
 _MOST_DIM = 4096
@@ -66,9 +70,11 @@ class Carried:
     token_bytes: int
     state_bytes: int
     goodput_bytes_per_s: float
+    """By the gateway's meter, which bursts can mislead."""
     rtt_s: float
-    beyond_s: float
-    """Of TTFT, what was neither computing nor the link's own bytes: round trips and hand-overs."""
+    compute_s: float
+    took_s: float
+    """TTFT without its decode step: computing, bytes, round trips and hand-overs."""
 
 
 @dataclass(slots=True)
@@ -157,7 +163,6 @@ async def _offloaded(gateway: Asks, answer: StreamedAnswer, step_s: float, into:
     compute_s = phases["remote_compute"]
     link = next(r["link"] for r in snapshot["remotes"] if r["peer"] == peer)
     into.token_bytes, into.state_bytes = snapshot["token_bytes"], snapshot["state_bytes"]
-    own_s = outcome["wire_bytes"] / max(link["goodput_bytes_per_s"], 1.0)
     into.remote.setdefault(peer, []).append(Prefilled(tokens, compute_s))
     into.carried.setdefault(peer, []).append(
         Carried(
@@ -168,7 +173,8 @@ async def _offloaded(gateway: Asks, answer: StreamedAnswer, step_s: float, into:
             snapshot["state_bytes"],
             link["goodput_bytes_per_s"],
             link["rtt_s"],
-            answer.ttft_s - max(compute_s, own_s) - step_s,
+            compute_s,
+            answer.ttft_s - step_s,
         )
     )
     return str(peer)
@@ -207,9 +213,8 @@ def scenario(samples: Samples, name: str, interval_s: float) -> dict[str, Any]:
     """The scenario of the fleet as data, with the files that `profiles` belong in."""
     peers = []
     for peer, carried in sorted(samples.carried.items()):
-        goodput = statistics.median(c.goodput_bytes_per_s for c in carried)
-        beyond_s = statistics.median(c.beyond_s for c in carried)
-        rtt_s = max(beyond_s, statistics.median(c.rtt_s for c in carried))
+        goodput, beyond_s = link(carried)
+        rtt_s = max(beyond_s, min(c.rtt_s for c in carried))
         peers.append(
             {
                 "name": peer,
@@ -228,6 +233,27 @@ def scenario(samples: Samples, name: str, interval_s: float) -> dict[str, Any]:
         "peers": peers,
         "telemetry": {"interval_s": interval_s},
     }  # fmt: skip
+
+
+def link(carried: Sequence[Carried]) -> tuple[float, float]:
+    """Bytes a second that explain best how long KV took, and the seconds beyond them.
+
+    KV leaves while it is computed, so it takes the longer of the two. Where computing is always
+    that, nothing can be told of the link, and the gateway's meter is believed.
+    """
+    metered = statistics.median(c.goodput_bytes_per_s for c in carried)
+
+    def tried(goodput: float) -> tuple[float, float]:
+        rest = [c.took_s - max(c.compute_s, c.wire_bytes / goodput) for c in carried]
+        beyond_s = statistics.median(rest)
+        error = sum(abs(r - beyond_s) / c.took_s for r, c in zip(rest, carried, strict=True))
+        return error, beyond_s
+
+    best = metered
+    for goodput in np.geomspace(metered / _GOODPUT_RANGE, metered * _GOODPUT_RANGE, 401).tolist():
+        if tried(goodput)[0] < _BETTER * tried(best)[0]:
+            best = goodput
+    return best, tried(best)[1]
 
 
 def fitted(

@@ -13,12 +13,21 @@ import yaml
 
 from policies.scenario import load_scenario
 from prfaas.errors import ConfigError, PrfaasError
-from prfaas.up.calibration import Plan, Samples, fitted, measure, profiles, scenario
+from prfaas.up.calibration import (
+    Carried,
+    Plan,
+    Samples,
+    fitted,
+    link,
+    measure,
+    profiles,
+    scenario,
+)
 from prfaas.up.client import StreamedAnswer
 
 CHUNK, TOKEN_BYTES = 256, 2048
 STEP_S, SEQUENCE_S = 0.02, 0.001
-GOODPUT, RTT_S, BEYOND_S = 5e6, 0.02, 0.03
+GOODPUT, METERED, RTT_S, BEYOND_S = 3e6, 4.5e6, 0.02, 0.03
 RATIO = 1.6
 PLAN = Plan("m", lengths=(100, 1000, 3000), rounds=2)
 
@@ -43,7 +52,7 @@ class Fleet:
             return self._answer(tokens, 1.0, {"target": "local", "outcome": None})
         wire = int(TOKEN_BYTES / RATIO * tokens)
         compute_s = self.prefill_s(tokens, 2e-4)
-        link = {"goodput_bytes_per_s": GOODPUT, "rtt_s": RTT_S}
+        link = {"goodput_bytes_per_s": METERED, "rtt_s": RTT_S}
         record = {
             "target": "remote",
             "snapshot": {
@@ -118,9 +127,15 @@ async def test_the_curves_and_the_link_of_the_fleet_are_found(tmp_path: Path) ->
     assert found.decode.step_s(4, 0) == pytest.approx(STEP_S + 4 * SEQUENCE_S)
     assert found.prefill.model.token_bytes == TOKEN_BYTES
     assert found.prefill.wire_ratio("exact") == pytest.approx(RATIO, rel=1e-3)
-    assert site.peers[0].link.bytes_per_s == pytest.approx(GOODPUT)
-    assert site.peers[0].link.rtt_ms == pytest.approx(1e3 * BEYOND_S, rel=1e-6)
+    # What KV really took, whatever the gateway's meter says.
+    assert site.peers[0].link.bytes_per_s == pytest.approx(GOODPUT, rel=0.02)
+    assert site.peers[0].link.rtt_ms == pytest.approx(1e3 * BEYOND_S, rel=0.2)
     assert site.telemetry.interval_s == 0.25
+
+
+def test_of_a_link_that_is_never_waited_for_the_meter_is_believed() -> None:
+    carried = [Carried(n, n, n, 1, 0, METERED, RTT_S, n / 1e3, n / 1e3 + 0.03) for n in (100, 900)]
+    assert link(carried) == (METERED, pytest.approx(0.03))
 
 
 async def test_a_gateway_that_keeps_everything_is_told_of() -> None:
