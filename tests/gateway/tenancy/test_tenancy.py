@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from policies.registry import make_policy
 from prfaas.errors import ConfigError, Overloaded
 from prfaas.testing.gateway_setup import KEY, completion, gateway_settings, until
 from prfaas.testing.scripted_engine import Script
+from prfaas.testing.span_collector import SpanCollector, span_collector
 from prfaas.testing.tenant_files import TenantFixture
 from prfaas.transfer import parse
 
@@ -318,12 +319,21 @@ def test_an_audit_log_that_cannot_be_written_is_found_at_the_start(file: TenantF
         Gateway(chosen, make_policy(chosen.gateway.policy), None)
 
 
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[SpanCollector]:
+    """Gets the traces of gateways that start from now on."""
+    with span_collector() as collector:
+        monkeypatch.setenv("PRFAAS_TRACING__ENDPOINT", collector.url)
+        yield collector
+
+
 async def test_secrets_are_nowhere_to_be_seen(
     make: Make,
     file: TenantFixture,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
+    spans: SpanCollector,
 ) -> None:
     caplog.set_level(logging.DEBUG)
     wrong = "sk-prfaas-00000000-" + "w" * 43
@@ -366,7 +376,9 @@ async def test_secrets_are_nowhere_to_be_seen(
             str(request.headers) + request.raw_body.decode() for request in cluster.engine.seen
         ]
         shown = [repr(cluster.gateway.tenancy.directory), repr(cluster.gateway.policy)]
+    assert len(spans.spans) >= 10
     outputs = {
+        "spans": str(spans.spans),
         "answers": "\n".join(seen),
         "logs": caplog.text + "".join(capfd.readouterr()),
         "audit": (tmp_path / "audit.log").read_text(),
@@ -389,7 +401,7 @@ async def test_secrets_are_nowhere_to_be_seen(
         if secret in text
     ]
     assert found == []
-    for where in ("logs", "audit"):
+    for where in ("logs", "audit", "spans"):
         assert "the prompt that nobody logs" not in outputs[where], where
 
 
