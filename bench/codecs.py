@@ -1,7 +1,9 @@
 """KV codecs on real KV: bytes, CPU time of one core, and what they do to answers.
 
 `near` is the codec without a basis, which is fast; `near_basis`, `compact` and `tight` change basis
-over spans of layers. KL is over positions of text from other sources than the calibration's.
+over spans of layers. KL is over positions of text from other sources than the calibration's. What a
+codec does to answers does not depend on the machine's load: it is found once (`codec_work`), and a
+run that is started again goes on where it was. Speeds are measured in every run, at its end.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ import torch
 import zstandard
 
 from bench.codec_models import biased, demo_path
+from bench.codec_work import FOUND, CodecWork
 from bench.harness import Report, Samples
-from local_engine.kv_calibration import texts
-from local_engine.kv_calibration.evaluate import Prompt, measure, tiles
-from local_engine.kv_calibration.run import FULL, Sizes, evaluation_prompts, learn, noise_floor
+from local_engine.kv_calibration.evaluate import tiles
+from local_engine.kv_calibration.run import FULL, Sizes
 from local_engine.kv_calibration.rungs import spans_for
-from local_engine.loader import LoadedModel, load_model
+from local_engine.kv_calibration.tape import Tape
+from local_engine.loader import load_model
 from prfaas.codecs import Bytes, Calibration, Codec, Quality, Tile, merge_planes, split_planes
 from prfaas.codecs.calibration import Measured
 from prfaas.codecs.exponent import ExponentCodec
@@ -33,7 +36,7 @@ from prfaas.layout import GroupKind, LayerGroup
 
 QUICK = Sizes((1024,) * 3, (384,), (512,) * 3, 100, 1, 192, 64)
 QUICK_BIASED = Sizes((512,) * 2, (384,), (512,) * 2, 100, 1, 96, 32)
-BIASED = Sizes((2048,) * 3, (768,) * 2, FULL.evaluate[:6], 200, 1, 256, 96)
+BIASED = Sizes((2048,) * 3, (768,) * 2, FULL.evaluate, 200, 1, 256, 96)
 SPEED_TOKENS = 512
 ROUNDS = 7
 ROWS = {
@@ -75,25 +78,21 @@ def run(quick: bool) -> None:
     report = Report("codecs", quick=quick)
     path = demo_path(report.say)
     with torch.inference_mode():
-        loaded = load_model(path)
-        sizes = QUICK if quick else FULL
-        calibration = learn(loaded, texts.calibration_text(), sizes, report.say)
-        prompts = evaluation_prompts(loaded, texts.evaluation_texts(), sizes)
-        add_speeds(report, native, calibration, prompts, rounds=3 if quick else ROUNDS)
-        add_quality(report, "", native, loaded, calibration, prompts)
-        other = biased(path)
-        sizes = QUICK_BIASED if quick else BIASED
-        calibration = learn(other, texts.calibration_text(), sizes, report.say)
-        prompts = evaluation_prompts(other, texts.evaluation_texts(), sizes)
-        add_quality(report, "qkv_bias.", native, other, calibration, prompts)
+        # Found anew by a quick run: it is what tests run.
+        folder = None if quick else FOUND
+        work = CodecWork(load_model(path), QUICK if quick else FULL, folder, report.say)
+        other = CodecWork(biased(path), QUICK_BIASED if quick else BIASED, folder, report.say)
+        add_quality(report, "", native, work)
+        add_quality(report, "qkv_bias.", native, other)
+        add_speeds(report, native, work.calibration, work.tape(0), 3 if quick else ROUNDS)
     report.finish()
 
 
 def add_speeds(
-    report: Report, native: Native, calibration: Calibration, prompts: Sequence[Prompt], rounds: int
+    report: Report, native: Native, calibration: Calibration, tape: Tape, rounds: int
 ) -> None:
     """Speed rows, all arms in turn in each round. CPU time of the process: zipnn has threads."""
-    arms = speed_arms(native, calibration, prompts[0])
+    arms = speed_arms(native, calibration, tape)
     found = measure_speeds(arms, rounds)
     for name, speed in found.items():
         both = f"{speed.encode.median:8.3f} {speed.decode.median:8.3f} GB/s"
@@ -132,9 +131,9 @@ def over(mine: Samples, other: Samples, note: str) -> tuple[float, str, str]:
     return quotients.median, "ratio", f"{note}; {quotients.spread}"
 
 
-def speed_arms(native: Native, calibration: Calibration, prompt: Prompt) -> dict[str, Arm]:
+def speed_arms(native: Native, calibration: Calibration, tape: Tape) -> dict[str, Arm]:
     """Everything whose speed is measured, on the same KV."""
-    kv = prompt.tape.kv[:, :, :SPEED_TOKENS]
+    kv = tape.kv[:, :, :SPEED_TOKENS]
     layers = kv.shape[0]
     single = cut(kv, [(i, i + 1) for i in range(layers)])
     arms = {
@@ -224,18 +223,14 @@ def measure_speeds(arms: dict[str, Arm], rounds: int) -> dict[str, Speed]:
     }
 
 
-def add_quality(
-    report: Report, prefix: str, native: Native, loaded: LoadedModel, calibration: Calibration,
-    prompts: Sequence[Prompt],
-) -> None:  # fmt: skip
+def add_quality(report: Report, prefix: str, native: Native, work: CodecWork) -> None:
     """Ratio, KL, top-1 and the worst tensor of every lossy codec."""
-    floor = noise_floor(loaded, prompts)
+    calibration = work.calibration
     single = [(i, i + 1) for i in range(len(calibration.header.layers))]
-    found = measure(loaded.model, prompts, Int8Codec(native), single, floor)
+    found = work.measured(Int8Codec(native), single)
     add_measured(report, f"{prefix}near_fast", Quality.NEAR, found, "int8")
     for rung in calibration.header.rungs:
-        codec = make_codec(native, calibration, rung)
-        found = measure(loaded.model, prompts, codec, spans_for(calibration, rung), floor)
+        found = work.measured(make_codec(native, calibration, rung), spans_for(calibration, rung))
         longest = max(b - a for a, b in calibration.header.spans) if rung.columns else 1
         note = (
             f"step {rung.step:.4g}, spans of up to {longest} layers: the wire runs so many behind"

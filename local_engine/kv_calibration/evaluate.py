@@ -109,6 +109,16 @@ def top1_floor(model: LlamaModel, exact: Sequence[tuple[Prompt, Tensor]]) -> flo
     return float(torch.cat(same).float().mean())
 
 
+def worst_tensor(prompts: Sequence[Prompt], coded: Sequence[Coded]) -> float:
+    """Largest squared error of a tensor (layer, K or V) over the variance of its channels."""
+    error = variance = torch.zeros(1)
+    for p, c in zip(prompts, coded, strict=True):
+        x = p.tape.kv.float()
+        error = error + (c.kv.float() - x).square().sum((2, 3, 4))
+        variance = variance + (x - x.mean(2, keepdim=True)).square().sum((2, 3, 4))
+    return float((error / variance).max())
+
+
 def measure(
     model: LlamaModel,
     prompts: Sequence[Prompt],
@@ -119,7 +129,7 @@ def measure(
     """All that the gate wants to know of a codec; `spans`: layers of its tiles."""
     kls, same, free = [], [], []
     raw = encoded = 0
-    error = variance = torch.zeros(1)
+    coded_all: list[Coded] = []
     for p in prompts:
         coded = through(codec, p.tape.kv, spans)
         raw += p.tape.kv.nbytes
@@ -129,9 +139,7 @@ def measure(
         same.append(p.reference.argmax(-1) == found.argmax(-1))
         if p.free_reference is not None:
             free.append(kl(p.free_reference, continued(model, coded.kv, p.free)))
-        x = p.tape.kv.float()
-        error = error + (coded.kv.float() - x).square().sum((2, 3, 4))
-        variance = variance + (x - x.mean(2, keepdim=True)).square().sum((2, 3, 4))
+        coded_all.append(coded)
     every = torch.cat(kls)
     return Measured(
         positions=len(every),
@@ -139,7 +147,7 @@ def measure(
         kl_p99=float(every.quantile(0.99)),
         top1=float(torch.cat(same).float().mean()),
         top1_floor=floor,
-        nmse_max=float((error / variance).max()),
+        nmse_max=worst_tensor(prompts, coded_all),
         ratio=raw / encoded,
         free_running_kl=float(torch.cat(free).mean()) if free else 0.0,
     )

@@ -123,12 +123,19 @@ def evaluated(
 
 def evaluation_prompts(loaded: LoadedModel, sources: Sequence[str], sizes: Sizes) -> list[Prompt]:
     """Prompts of these lengths, from one source after the other."""
+    return [
+        _prompt(loaded.model, ids, sizes.following, free=True)
+        for ids in evaluation_tokens(loaded, sources, sizes)
+    ]
+
+
+def evaluation_tokens(loaded: LoadedModel, sources: Sequence[str], sizes: Sizes) -> list[list[int]]:
+    """Tokens of each prompt and of what follows it."""
     found, starts = [], [0] * len(sources)
     for index, length in enumerate(sizes.evaluate):
         at = index % len(sources)
-        ids = texts.cut(loaded.tokenizer, sources[at], length + sizes.following, starts[at])
+        found.append(texts.cut(loaded.tokenizer, sources[at], length + sizes.following, starts[at]))
         starts[at] += length + sizes.following
-        found.append(_prompt(loaded.model, ids, sizes.following, free=True))
     return found
 
 

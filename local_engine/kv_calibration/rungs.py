@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from local_engine.kv_calibration.evaluate import Prompt, kl, through
+from local_engine.kv_calibration.evaluate import Prompt, kl, through, worst_tensor
 from local_engine.kv_calibration.fit import Fit
 from local_engine.kv_calibration.tape import continued
 from local_engine.models.llama import LlamaModel
@@ -18,6 +18,8 @@ from prfaas.codecs.native import Native
 from prfaas.codecs.transform import make_codec
 
 ROUNDS = 3
+TENSOR_SHARE = 0.8
+"""Of the error that a class allows the worst tensor: from text to text it differs more than KL."""
 NEAR_SHARE = 0.35
 """Within `near` it is the top-1 bound that is met last, not that of KL."""
 TIGHT_SHARE = 0.4
@@ -80,8 +82,13 @@ def find_rungs(
                 ]).mean()
             )  # fmt: skip
             ratio = sum(p.tape.kv.nbytes for p in prompts) / sum(c.nbytes for c in coded)
-            say(f"{plan.codec}: step {step:.4g}, KL {made:.3g}, ratio {ratio:.2f}")
-            factor = (target / max(made, target / 100)) ** 0.5
+            worst = worst_tensor(prompts, coded)
+            say(
+                f"{plan.codec}: step {step:.4g}, KL {made:.3g}, worst tensor {worst:.3g}, "
+                f"ratio {ratio:.2f}"
+            )
+            least = TENSOR_SHARE * BOUNDS[plan.quality].nmse_max / max(worst, 1e-9)
+            factor = min(target / max(made, target / 100), least) ** 0.5
             if 0.93 < factor < 1.08:
                 break
             step *= factor

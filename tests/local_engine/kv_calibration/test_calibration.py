@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from local_engine.kv_calibration import texts
-from local_engine.kv_calibration.evaluate import kl, measure, prompt, through
-from local_engine.kv_calibration.fit import fit, spans_of
+from local_engine.kv_calibration import rungs, texts
+from local_engine.kv_calibration.evaluate import kl, measure, prompt, through, worst_tensor
+from local_engine.kv_calibration.fit import Fit, fit, spans_of
 from local_engine.kv_calibration.moments import (
     QueryMoments,
     output_moments,
@@ -21,12 +21,13 @@ from local_engine.kv_calibration.moments import (
     turn_back,
 )
 from local_engine.kv_calibration.run import Sizes, calibrate
-from local_engine.kv_calibration.rungs import spans_for
+from local_engine.kv_calibration.rungs import find_rungs, spans_for
 from local_engine.kv_calibration.tape import Tape, continued, free_running, record
 from local_engine.kv_calibration.weights import layer_weights
 from local_engine.loader import LoadedModel, load_model
 from prfaas.codecs import SINK_TOKENS, Calibration, Quality
 from prfaas.codecs.calibration import Measured, Rung
+from prfaas.codecs.gate import Bounds
 from prfaas.codecs.native import native
 from prfaas.errors import ConfigError
 from prfaas.testing.tinymodel import make_tiny_model
@@ -91,13 +92,13 @@ def test_spans_are_even_and_within_bounds() -> None:
     assert max(b - a for a, b in spans_of(7, 64)) <= 6
 
 
-def fitted(loaded: LoadedModel, tape: Tape) -> Calibration:
+def fitted(loaded: LoadedModel, tape: Tape) -> Fit:
     queries = QueryMoments(loaded.model)
     record(loaded.model, tape.tokens, queries)
     roots = torch.stack([root(queries.moments), root(output_moments(loaded.model))], 1)
     found = samples(loaded.model, [tape])
     weights = torch.ones(roots.shape[:2], dtype=torch.float64)
-    return fit(loaded.model, "tiny", found, roots, weights).calibration
+    return fit(loaded.model, "tiny", found, roots, weights)
 
 
 @pytest.mark.parametrize("columns", [(), ((128, 128),)])
@@ -105,7 +106,7 @@ def test_a_fine_step_changes_little_and_a_coarse_one_more(
     loaded: LoadedModel, tape: Tape, columns: tuple[tuple[int, int], ...]
 ) -> None:
     assert native is not None
-    calibration = fitted(loaded, tape)
+    calibration = fitted(loaded, tape).calibration
     calibration.check()
     start = Tape(tape.tokens[:100], tape.kv[:, :, :100].contiguous())
     one = prompt(loaded.model, start, tape.tokens[100:132], free=True)
@@ -123,6 +124,21 @@ def test_a_fine_step_changes_little_and_a_coarse_one_more(
     assert fine.ratio < coarse.ratio
     assert fine.positions == 32
     assert 0 <= fine.free_running_kl < coarse.free_running_kl
+
+
+def test_steps_keep_the_worst_tensor_in_bounds_however_little_kl_says(
+    loaded: LoadedModel, tape: Tape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert native is not None
+    bound = 0.02
+    monkeypatch.setattr(rungs, "BOUNDS", dict.fromkeys(Quality, Bounds(1e3, 1e3, 1.0, bound)))
+    start = Tape(tape.tokens[:100], tape.kv[:, :, :100].contiguous())
+    one = prompt(loaded.model, start, tape.tokens[100:108])
+    found = find_rungs(loaded.model, native, fitted(loaded, tape), [one], lambda said: None)
+    for rung in found.header.rungs:
+        codec = make_codec(native, found, rung)
+        worst = worst_tensor([one], [through(codec, start.kv, spans_for(found, rung))])
+        assert 0.1 * bound < worst < bound, rung.codec
 
 
 def test_a_layer_that_matters_more_weighs_more(loaded: LoadedModel, tape: Tape) -> None:
