@@ -1,0 +1,95 @@
+"""The two fleets that the simulator is held against: engines that are paced, and a pair that
+computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MODEL = "fidelity"
+PEER = "far"
+RTT_MS = 20.0
+_TOKENIZER = Path(__file__).parents[1] / "deploy" / "profiles" / "byte-tokenizer"
+_KV = {"layers": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "max_context": 8192}
+"""Of paced engines: 2 KiB a token."""
+_CHUNK_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One fleet of a D and a P, and the load that suits it."""
+
+    name: str
+    computes: bool
+    p90: bool
+    """Whether the issue asks for P90 too."""
+    lengths: tuple[int, ...]
+    """Characters of prompts that calibrate; requests have as many tokens at most."""
+    median_tokens: int
+    sigma: float
+    output_tokens: int
+    token_ids: range
+    """What prompts are made of."""
+    max_batch: int
+    mbit_s: float
+    ttft_p90_s: float
+    """At the rate that counts as all of it."""
+
+
+def kinds() -> Iterator[Kind]:
+    """Paced first: it takes no cores to speak of."""
+    yield Kind(
+        "paced", False, True, (256, 1024, 2048, 4096), 900, 0.7, 16, range(97, 123), 16, 40.0, 4.0
+    )
+    yield Kind(
+        "real", True, False, (400, 1200, 2400), 160, 0.6, 8, range(1000, 40000), 16, 200.0, 8.0
+    )
+
+
+def write_fleet(kind: Kind, directory: Path, model: Path | None) -> Path:
+    """The fleet's file, with profiles beside it. `model`: what computes."""
+    near: dict[str, Any] = {"chunk_tokens": _CHUNK_TOKENS, "max_batch": kind.max_batch}
+    far: dict[str, Any] = {"chunk_tokens": _CHUNK_TOKENS}
+    if model is None:
+        for name, token_s in (("near", 6e-4), ("far", 2e-4)):
+            profile = {
+                "name": name,
+                "label": "estimate",
+                "source": "made up for bench fidelity",
+                "tokenizer": str(_TOKENIZER),
+                "model": _KV,
+                "prefill": {
+                    "base_s": 0.01, "token_s": token_s, "token_context_s": token_s / 2e4,
+                    "chunk_tokens": _CHUNK_TOKENS,
+                },
+                "decode": {"step_s": 0.02, "sequence_s": 0.001, "max_batch": kind.max_batch},
+            }  # fmt: skip
+            (directory / f"{name}.yaml").write_text(yaml.safe_dump(profile))
+        near |= {"paced": "near.yaml", "kv_memory_bytes": 256 << 20}
+        far |= {"paced": "far.yaml", "kv_memory_bytes": 256 << 20}
+        tokenizer = _TOKENIZER
+    else:
+        near |= {"model": str(model)}
+        far |= {"model": str(model)}
+        tokenizer = model
+    fleet = {
+        "fleet_version": 1,
+        "model": MODEL,
+        "gateway": {"tokenizer": str(tokenizer), "short_body_bytes": 0},
+        "engines": {"count": 1, "engine": near},
+        "peers": [
+            {
+                "name": PEER,
+                "instances": 1,
+                "engine": far,
+                "link": {"mbit_s": kind.mbit_s, "rtt_ms": RTT_MS},
+            }
+        ],
+    }
+    file = directory / "fleet.yaml"
+    file.write_text(yaml.safe_dump(fleet))
+    return file

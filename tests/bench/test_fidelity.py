@@ -1,0 +1,66 @@
+"""The fidelity benchmark: fleets that can be read, requests that repeat, errors of real runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import fidelity
+from bench.fidelity_sites import Kind, kinds, write_fleet
+from prfaas.errors import ConfigError
+from prfaas.profile import load_profile
+from prfaas.up.client import StreamedAnswer
+from prfaas.up.fleet_file import read_fleet
+
+KINDS = list(kinds())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_fleets_can_be_read(tmp_path: Path, kind: Kind) -> None:
+    model = tmp_path / "model.gguf" if kind.computes else None
+    fleet = read_fleet(write_fleet(kind, tmp_path, model))
+    assert (fleet.engines.count, fleet.peers[0].instances) == (1, 1)
+    if model is None:
+        far, near = (load_profile(tmp_path / f"{name}.yaml") for name in ("far", "near"))
+        longest = kind.lengths[-1] + kind.output_tokens
+        assert far.prefill_s(longest) < near.prefill_s(longest)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_requests_repeat_and_stay_within_what_was_calibrated(kind: Kind) -> None:
+    rows = fidelity._requests(kind, 300, 2.0, seed=1)
+    assert rows == fidelity._requests(kind, 300, 2.0, seed=1)
+    assert rows != fidelity._requests(kind, 300, 2.0, seed=2)
+    assert rows[-1].arrival_s == pytest.approx(150, rel=0.2)
+    assert max(row.prompt_tokens for row in rows) <= kind.lengths[-1]
+
+
+def test_errors_are_against_the_mean_of_real_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = KINDS[0]
+    rows = fidelity._requests(kind, 100, 2.0, seed=1)
+
+    def run(seconds: float) -> list[StreamedAnswer]:
+        return [StreamedAnswer("", 0.0, first_event_at=seconds) for _ in rows]
+
+    class Simulated:
+        rows = run(1.2)
+
+    monkeypatch.setattr(fidelity, "simulate", lambda *_: Simulated)
+    said: list[str] = []
+
+    class Told:
+        say = staticmethod(said.append)
+
+    site: Any = (None, None)
+    error = fidelity._error(kind, 0.5, 2.0, site, rows, [run(0.9), run(1.1)], Told)  # type: ignore[arg-type]
+    assert error.simulated == pytest.approx({"median": 0.2, "p90": 0.2})
+    assert error.real == pytest.approx({"median": 1.1 / 0.9 - 1, "p90": 1.1 / 0.9 - 1})
+    assert "simulated TTFT median 1.2" in said[0]
+
+
+def test_a_fleet_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BENCH_ONLY", "imagined")
+    with pytest.raises(ConfigError, match="not one of paced, real"):
+        fidelity.run(quick=True)
