@@ -157,6 +157,7 @@ class Gateway:
                 self.admission,
                 clock,
                 limits.watch_stale_s,
+                self.state,
             ),
             limits,
         )

@@ -190,6 +190,8 @@ def test_wheels_carry_every_module_and_the_licence(wheels: dict[str, Path]) -> N
         for path in sources(package):
             assert path.relative_to(ROOT).as_posix() in names
     assert "prfaas/py.typed" in names
+    for asset in (ROOT / "gateway" / "dashboard" / "static").iterdir():
+        assert asset.relative_to(ROOT).as_posix() in names
     assert {name.rsplit("/", 1)[-1] for name in names} >= {"LICENSE", "NOTICE"}
 
 

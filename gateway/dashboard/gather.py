@@ -22,11 +22,13 @@ from gateway.dashboard.messages import (
     Shadowing,
     Share,
     State,
+    Together,
 )
 from gateway.engines import Engine, Engines
 from gateway.live_policy import ACTIVE, CANARY, LivePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.records import RecordBook, RequestRecord
+from gateway.state.metrics import StateSource
 from prfaas.clock import Clock
 from prfaas.settings import GatewaySettings, PeerEndpoint
 from prfaas.telemetry import EngineInfo
@@ -56,6 +58,7 @@ class Sources:
     admission: Admission
     clock: Clock
     stale_s: float
+    state: StateSource | None = None
 
 
 class Gatherer:
@@ -89,6 +92,7 @@ class Gatherer:
             reasons=sorted(reasons, key=lambda each: -each[2]),
             policies=list(self._policies()),
             shadow=self._shadow(),
+            together=self._together(),
         )
 
     def _status(self) -> str:
@@ -165,6 +169,12 @@ class Gatherer:
                 seen = view.served_link(engine.name, peer) or told  # P sees what waits
                 link.limit = seen.limit.value if seen.limit is not None else ""
             yield link
+
+    def _together(self) -> Together | None:
+        state = self._sources.state
+        if state is None:
+            return None
+        return Together(state.up, state.shares, min(state.age_s, NEVER))
 
     def _saved(self) -> Saved:
         metrics = self._sources.metrics

@@ -106,6 +106,17 @@ class Shadowing(msgspec.Struct):
     lost_s: float = 0.0
 
 
+class Together(msgspec.Struct):
+    """How it stands with the other gateways."""
+
+    up: bool
+    """The store where they meet answers."""
+    gateways: int
+    """Among whom budgets are divided, this one too."""
+    age_s: float
+    """Since they were last heard."""
+
+
 class State(msgspec.Struct):
     """Everything but the requests, as of now."""
 
@@ -128,6 +139,8 @@ class State(msgspec.Struct):
     """Target, reason, decisions since the start."""
     policies: list[Policy]
     shadow: Shadowing | None
+    together: Together | None = None
+    """None: this gateway is alone."""
 
 
 class Shadowed(msgspec.Struct):

@@ -24,6 +24,7 @@ export class Announcer {
       const usable = each.ready && each.breaker === "closed";
       now.set(`link ${name}`, `The link from ${name} is ${usable ? "usable" : "not usable"}`);
     }
+    if (state.together) now.set("together", `The state shared by gateways is ${state.together.up ? "reached" : "lost"}`);
     for (const each of state.policies) {
       now.set(`policy ${each.role}`, `The ${each.role} policy is ${each.name}, version ${each.version}`);
     }

@@ -6,7 +6,7 @@ import { put, say } from "./dom.js";
 import { duration } from "./format.js";
 import { Scatter } from "./scatter.js";
 import { follow } from "./stream.js";
-import { Rate, drawFigures, drawLatency, drawPolicies, drawReasons } from "./summary.js";
+import { Rate, drawFigures, drawLatency, drawPolicies, drawReasons, drawTogether } from "./summary.js";
 import { drawEngines, drawLinks } from "./tables.js";
 import { Topology } from "./topology.js";
 
@@ -27,6 +27,7 @@ function draw() {
   if (!state) return;
   put(at("#status"), { "data-status": state.status });
   say(at("#status"), state.status);
+  drawTogether(at("#together"), state);
   say(at("#uptime"), `up ${duration(state.up_s)}`);
   drawFigures(at("#figures"), state, rate.value);
   topology.draw(state);

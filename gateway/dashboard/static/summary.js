@@ -1,7 +1,7 @@
 // The figures at the top, the percentiles, the reasons and the policies.
 
 import { h, keyed, put, rowOf, s, say } from "./dom.js";
-import { DASH, bytes, count, percent, reason, seconds, words } from "./format.js";
+import { DASH, bytes, count, duration, percent, reason, seconds, words } from "./format.js";
 
 export class Rate {
   constructor() {
@@ -33,6 +33,15 @@ export function drawFigures(section, state, requestRate) {
     say(box.children[1], number);
     say(box.children[2], below);
   });
+}
+
+export function drawTogether(pill, { together }) {
+  pill.hidden = !together;
+  if (!together) return;
+  put(pill, { "data-status": together.up ? "ready" : "no engine" });
+  const others = together.gateways === 1 ? "alone" : `${together.gateways} gateways`;
+  const lost = together.age_s < 86400 ? `shared state lost ${duration(together.age_s)} ago` : "shared state not reached";
+  say(pill, together.up ? others : lost);
 }
 
 export function drawLatency(body, state) {

@@ -6,8 +6,14 @@ from typing import Any
 
 import pytest
 
+from gateway.app import Gateway
+from gateway.state.memory import MemoryStore
+from policies.registry import make_policy
+from prfaas.clock import SYSTEM_CLOCK
+from prfaas.cluster_state import Report, Shared
+from prfaas.errors import StateUnavailable
 from prfaas.testing.browser import Page, find_chromium, open_page
-from prfaas.testing.gateway_setup import completion
+from prfaas.testing.gateway_setup import ByteTokenizer, completion, gateway_settings
 
 CHROMIUM = find_chromium()
 
@@ -56,6 +62,35 @@ async def test_it_is_for_phones_keyboards_both_schemes_and_readers(make_cluster:
             assert page.errors == []
             cluster.gateway.dashboard.close()
             await page.until("/Not live/.test(document.querySelector('#banner').textContent)")
+
+
+class FlakyStore(MemoryStore):
+    """Where gateways meet, while it is there."""
+
+    gone = False
+
+    async def exchange(self, report: Report) -> Shared:
+        if self.gone:
+            raise StateUnavailable("Redis: gone")
+        return await super().exchange(report)
+
+
+async def test_it_says_when_the_shared_state_goes_and_comes_back() -> None:
+    store = FlakyStore(SYSTEM_CLOCK)
+    settings = gateway_settings(peers=(), d_watch=None)
+    policy = make_policy(settings.gateway.policy)
+    gateway = Gateway(settings, policy, ByteTokenizer(), make_policy=make_policy, store=store)
+    assert CHROMIUM is not None
+    async with gateway.running(), open_page(CHROMIUM) as page:
+        await page.go(f"http://127.0.0.1:{gateway.port}/dashboard")
+        pill = "document.querySelector('#together')?.textContent"
+        await page.until(f"{pill} === 'alone'")
+        store.gone = True
+        await page.until(f"/^shared state lost/.test({pill})")
+        await page.until("/is lost/.test(document.querySelector('#live').textContent)")
+        store.gone = False
+        await page.until(f"{pill} === 'alone'")
+        assert page.errors == []
 
 
 async def keyboard(page: Page) -> None:
