@@ -68,7 +68,7 @@ class Attempts:
         self._metrics = metrics
         self._budget = budget
         self._ids = ids
-        self._clock = clock
+        self._now = clock.now
 
     async def run(self, job: Job) -> WholeAnswer | Relayed:
         """The best engine, and while nothing of an answer has come, another one where it fails.
@@ -238,7 +238,7 @@ class Attempts:
             self._metrics.fallbacks.labels(decision.reason.value).inc()
 
     def _saw_events(self, record: RequestRecord, count: int) -> None:
-        gap_s = record.saw_events(count, self._clock.now())
+        gap_s = record.saw_events(count, self._now())
         if gap_s is None:
             self._dispatcher.prefill_over(record)
         else:

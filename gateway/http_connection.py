@@ -226,8 +226,10 @@ class Connection(asyncio.Protocol):
             self._fail(exc.message)
             return
         if self._taker is not None:
-            self._pass_on(self._taker, parser)
-            if self._taker is not None and self._moved_at - before < MERGE_S:
+            if self._pass_on(self._taker, parser):
+                self._taker = None
+                self._wake()
+            elif self._moved_at - before < MERGE_S:
                 self._pause()
                 self._loop.call_later(MERGE_S, self._merged)
             return
@@ -276,20 +278,19 @@ class Connection(asyncio.Protocol):
         self.abort()
         self._wake()
 
-    def _pass_on(self, taker: Taker, parser: ResponseParser) -> None:
-        """What has just come, to whom follows; ends the following where it is over."""
-        enough = parser.complete
-        if parts := parser.body:
-            piece = parts[0] if len(parts) == 1 else b"".join(parts)
-            parts.clear()
-            parser.body_bytes = 0
-            try:
-                enough = taker(piece) or enough
-            except Exception as exc:  # raised where it is waited for
-                self._taker_error, enough = exc, True
-        if enough:
-            self._taker = None
-            self._wake()
+    def _pass_on(self, taker: Taker, parser: ResponseParser) -> bool:
+        """What has just come, to whom follows; True where the following is over."""
+        parts = parser.body
+        if not parts:
+            return parser.complete
+        piece = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        parser.body_bytes = 0
+        try:
+            return taker(piece) or parser.complete
+        except Exception as exc:  # raised where it is waited for
+            self._taker_error = exc
+            return True
 
     def _merged(self) -> None:
         if self._parser is not None and self._parser.body_bytes <= HIGH_WATER_BYTES:

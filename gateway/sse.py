@@ -41,18 +41,15 @@ class SseSplitter:
             whole, self._partial = data[:cut], data[cut:]
             if len(self._partial) > self._max_event_bytes:
                 raise ProtocolError(f"the engine sent an event over {self._max_event_bytes} bytes")
-        if whole:
-            self._count(whole)
-        return whole
-
-    def _count(self, whole: bytes) -> None:
-        count = whole.count(b"\ndata:") + whole.startswith(b"data:")
+        if not whole:
+            return whole
+        self.events += whole.count(b"\ndata:") + whole.startswith(b"data:")
         if b"[DONE]" in whole and _at_line_start(whole, _DONE):
             self.done = True
-            count -= 1
+            self.events -= 1
         if b'{"error"' in whole and _at_line_start(whole, _ERROR):
             self.failed = True
-        self.events += count
+        return whole
 
 
 def data_payloads(events: bytes) -> Iterator[bytes]:
