@@ -11,6 +11,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
+from gateway import openapi
 from gateway.admission import Admission, FallbackBudget
 from gateway.answers import REQUEST_ID_HEADER, error_answer
 from gateway.client_head import PASSED_HEADERS, request_id_of
@@ -47,8 +48,8 @@ MAX_LISTED = 1000
 UNWAITED_BYTES = 16 << 10
 """What a client's empty send buffer takes without anyone having to wait for it."""
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""For probes and Prometheus, which bring no key."""
+OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", openapi.PATH})
+"""For probes, Prometheus and whoever looks for the API, who bring no key."""
 GENERATING_PATHS = frozenset({*(api.path for api in Api), *(api.path for api in PassedApi)})
 BROWSERS_ASK = 'Basic realm="prfaas: any name, an admin key as the password"'
 
@@ -99,6 +100,7 @@ class Handlers:
             app.router.add_post(api.path, partial(self._passed, api))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
+        app.router.add_get(openapi.PATH, self._openapi)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/metrics", self._metrics_page)
@@ -199,6 +201,9 @@ class Handlers:
         if model != self._model:
             raise UnknownModel(f"the model {model[:200]!r} does not exist", param="model")
         return _json(await self._models_page.card(self._shown_headers(request)))
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return web.Response(body=openapi.document(), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json({"status": "ok"})

@@ -1,4 +1,4 @@
-"""One stack for all tests of a file."""
+"""One stack for all tests of a process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from prfaas.testing.client_stack import ClientStack, client_stack
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ClientStack]:
     with client_stack(tmp_path_factory.mktemp("clients")) as made:
         yield made
