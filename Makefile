@@ -13,7 +13,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALL_INPUTS := pyproject.toml setup.py $(wildcard prfaas/codecs/csrc/*) prfaas_connect/pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev venv-vllm run test test-real test-vllm lint format bench bench-gpu soak docs proto clean
+.PHONY: help venv venv-dev venv-vllm run test test-real test-vllm test-clients lint format bench bench-gpu soak docs proto clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -51,6 +51,11 @@ test-vllm: venv-dev ## A real vLLM on both sides; skips loudly where it cannot b
 	@scripts/vllm_env.sh || { code=$$?; [ $$code = 3 ] && exit 0; exit $$code; }; \
 	$(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
+test-clients: venv-dev ## OpenAI's client and two public load tools against a local stack
+	$(BIN)/python -m pytest tests/clients/test_openai_client.py $(ARGS)
+	@scripts/clients_env.sh || { code=$$?; [ $$code = 3 ] && exit 0; exit $$code; }; \
+	$(BIN)/python -m pytest -m slow tests/clients/test_load_tools.py $(ARGS)
+
 lint: venv-dev ## ruff, formatting, mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -76,6 +81,6 @@ proto: ## Generate the gRPC stubs anew
 	scripts/gen_proto.sh
 
 clean: ## Remove what the targets made
-	rm -rf $(VENV) .venv-vllm .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-clients .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
