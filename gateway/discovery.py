@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -67,9 +68,9 @@ class Discovery:
             names = Names(chosen.dns_server, limits.control_timeout_s)
             tls = settings.tls is not None
             for engines in chosen.engines:
-                self._finds[engines.name] = lambda e=engines: find_engines(names, e, tls)
+                self._finds[engines.name] = partial(find_engines, names, engines, tls)
             for peers in chosen.peers:
-                self._finds[peers.name] = lambda p=peers: find_peers(names, p, tls)
+                self._finds[peers.name] = partial(find_peers, names, peers, tls)
         self._changing = asyncio.Lock()
         self.members = merged(self._parts.values())
         for source, part in self._parts.items():

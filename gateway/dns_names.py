@@ -73,7 +73,7 @@ class Names:
         if len(best) > MAX_MEMBERS or not any(target for target, _ in best):
             raise PeerUnavailable(f"{name}: {len(best)} targets")
         asked = await asyncio.gather(*(self._target(target) for target, _ in best))
-        ttl_s = min([float(answer.rrset.ttl), *(each[1] for each in asked)])
+        ttl_s = min([_ttl_s(answer), *(each[1] for each in asked)])
         hosts = [
             Host(target.partition(".")[0], target, address, port)
             for (target, port), (address, _) in zip(best, asked, strict=True)
@@ -103,7 +103,7 @@ class Names:
         for answer in answers:
             if isinstance(answer, dns.resolver.Answer):
                 found += [record.address for record in answer]
-                ttls.append(float(answer.rrset.ttl) if answer.rrset is not None else 0.0)
+                ttls.append(_ttl_s(answer))
             elif not isinstance(answer, _FAILURES):
                 raise answer
             elif not isinstance(answer, dns.resolver.NoAnswer):
@@ -161,6 +161,10 @@ def _told_apart(hosts: Iterable[Host]) -> list[tuple[str, Host]]:
         label = host.label if host.label not in found else f"{host.label}-{host.port}"
         found.setdefault(label, host)
     return list(found.items())
+
+
+def _ttl_s(answer: dns.resolver.Answer) -> float:
+    return float(answer.rrset.ttl) if answer.rrset is not None else 0.0
 
 
 def _authority(address: str, port: int) -> str:

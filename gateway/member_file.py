@@ -9,7 +9,8 @@ from pydantic import Field, ValidationError
 
 from gateway.members import Members
 from prfaas.errors import ConfigError
-from prfaas.settings import EngineEndpoint, PeerEndpoint, Section, validation_message
+from prfaas.section import Section
+from prfaas.settings import EngineEndpoint, PeerEndpoint, validation_message
 
 MAX_BYTES = 4 << 20
 

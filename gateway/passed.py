@@ -85,8 +85,8 @@ def _refuse_memory(fields: Mapping[str, msgspec.Raw], engines: int) -> None:
         raise InvalidRequest(
             "background: this gateway keeps no responses to be fetched later", param="background"
         )
-    if engines > 1 and decode_field(fields, "previous_response_id", str):
-        name = "previous_response_id"
+    name = "previous_response_id"
+    if decode_field(fields, name, str) is not None and engines > 1:
         raise InvalidRequest(
             f"{name}: only one of {engines} engines remembers it; send the conversation in `input`",
             param=name,

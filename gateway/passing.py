@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 import msgspec
 
@@ -137,6 +138,19 @@ class Passing:
                 self._cache_secret, inbound.visit.name, body.cache_salt or inbound.salt_header
             )
         sent = body.for_engine(salt)
+        turns = self._engines.turns if inbound.api.salted else None
+        async with turns or nullcontext():
+            return await self._taken(inbound, body, sent, sink, record)
+
+    async def _taken(
+        self,
+        inbound: PassedInbound,
+        body: PassedBody,
+        sent: bytes,
+        sink: ClientSink,
+        record: RequestRecord,
+    ) -> WholeAnswer | Relayed:
+        """It goes to an engine now."""
         if not body.stream:
             return await self._attempts(inbound, body, sent, sink, record)
         kept = KeepaliveSink(sink, stream_headers(record), self._limits.sse_keepalive_s)
@@ -170,6 +184,9 @@ class Passing:
             )
             if engine is None:
                 break
+            if failed is not None:
+                why = failed.kind if isinstance(failed, PrfaasError) else f"status_{failed.status}"
+                self._metrics.engine_retries.labels(record.engine, why).inc()
             record.engine = engine.name
             record.tried.append(engine.name)
             self._engines.sent(engine, {})
@@ -178,18 +195,18 @@ class Passing:
                 self._abilities.lacks(engine, inbound.api)
                 lacking.add(engine.name)
                 continue
-            if not _another_may(answer):
-                if isinstance(answer, PrfaasError):
-                    raise answer
+            if isinstance(answer, Relayed):
+                return answer
+            if isinstance(answer, WholeAnswer) and answer.status not in RETRIED_STATUSES:
                 return answer
             left -= 1
             failed = answer
-            why = answer.kind if isinstance(answer, PrfaasError) else f"status_{answer.status}"
-            self._metrics.engine_retries.labels(engine.name, why).inc()
         if isinstance(failed, PrfaasError):
             raise failed
         if failed is not None:
             return failed
+        if not len(self._engines):
+            raise EngineUnavailable("no decode engine is known")
         raise NotFound(f"no engine of this gateway has {inbound.api.path}")
 
     async def _lacking(self, inbound: PassedInbound) -> set[str]:
@@ -249,12 +266,6 @@ def _says_that_it_lacks(answer: WholeAnswer | Relayed | PrfaasError) -> bool:
     if not isinstance(answer, WholeAnswer) or answer.status not in LACKING:
         return False
     return kind_in(answer.body) in LACKING_KINDS
-
-
-def _another_may(answer: WholeAnswer | Relayed | PrfaasError) -> bool:
-    if isinstance(answer, Relayed):
-        return False
-    return isinstance(answer, PrfaasError) or answer.status in RETRIED_STATUSES
 
 
 def _error_in(answer: WholeAnswer) -> PrfaasError:

@@ -189,6 +189,27 @@ async def test_an_engine_that_cannot_now_leaves_it_to_another() -> None:
         assert retried == len(made.engines[0].seen) > 0
 
 
+async def test_they_wait_for_room_as_others_do() -> None:
+    async def slow(request: Any, seen: Any) -> Any:
+        await gate.wait()
+        return await says({})(request, seen)
+
+    gate = asyncio.Event()
+    limits = {"engine_active_requests": 1, "gateway_waiting": 1, "gateway_wait_s": 30.0}
+    async with fleet({EMBEDDINGS: slow, "/tokenize": says({})}, limits=limits) as made:
+        first = asyncio.create_task(made.post(EMBEDDINGS, {"input": "a"}))
+        await until(lambda: made.engines[0].seen, "the first at the engine")
+        second = asyncio.create_task(made.post(EMBEDDINGS, {"input": "b"}))
+        turns = made.gateway.engines.turns
+        assert turns is not None
+        await until(lambda: turns.waiting == 1, "the second to wait")
+        status, answer, _ = await made.post(EMBEDDINGS, {"input": "c"})
+        assert (status, answer["error"]["type"]) == (503, "overloaded")
+        assert (await made.post("/tokenize", {"prompt": "d"}))[0] == 200
+        gate.set()
+        assert [(await each)[0] for each in (first, second)] == [200, 200]
+
+
 async def test_the_last_ones_refusal_is_answered_as_it_is() -> None:
     async with fleet({EMBEDDINGS: says(OVERLOADED, 503, **{"retry-after": "7"})}) as made:
         status, answer, headers = await made.post(EMBEDDINGS, {"input": "hi"})
