@@ -58,8 +58,8 @@ class Limits(BaseModel):
     engine_active_requests: int = Field(
         0,
         ge=0,
-        description="Requests that a gateway lets one engine have; more wait in the gateway, or get "
-        "503. 0: as many as come.",
+        description="Requests that a gateway lets one engine have; more wait in the gateway, or "
+        "get 503. 0: as many as come.",
     )
     gateway_waiting: int = Field(
         256, gt=0, description="Requests waiting in a gateway for an engine; more get 503 at once."
