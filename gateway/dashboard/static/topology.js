@@ -8,6 +8,7 @@ const GAP = 14;
 const HEAD = 34;
 const MARGIN = 6;
 const LABELLED = 4; // more links than this carry no text of their own
+const MANY = 24; // more links than this are drawn thinner
 
 export class Topology {
   constructor(element) {
@@ -50,8 +51,8 @@ function layout(state, width) {
   }
   const left = stackHeight(state.engines.length);
   let right = 0;
-  for (const group of peers.values()) right += HEAD + stackHeight(group.length) + GAP;
-  right = Math.max(0, right - GAP);
+  for (const group of peers.values()) right += HEAD + stackHeight(group.length) + 2 * GAP;
+  right = Math.max(0, right - 2 * GAP);
   const height = Math.max(left + HEAD, right, NODE + HEAD) + 2 * MARGIN;
   const nodes = [];
   const places = new Map();
@@ -87,6 +88,7 @@ function layout(state, width) {
       spokes.push({ key: `* ${engine.name}`, path, kind: engine.status === "down" ? "broken" : "spoke", width: 1.25 });
     }
   }
+  const thinner = state.links.length > MANY ? 0.5 : 1;
   const links = state.links.map((link, at) => {
     const [x1, y1] = places.get(link.engine);
     const [x2, y2] = places.get(`${link.peer}/${link.instance}`);
@@ -98,7 +100,7 @@ function layout(state, width) {
       path: curve(x1, y1, x2, y2),
       at: point(x1, y1, x2, y2, t),
       kind: kind(link),
-      width: 1 + Math.min(3, Math.max(0, Math.log10((link.goodput_bytes_per_s || 1) / 1e6))),
+      width: thinner * (1 + Math.min(3, Math.max(0, Math.log10((link.goodput_bytes_per_s || 1) / 1e6)))),
     };
   });
   return { height, nodes, heads, links, spokes };
@@ -171,7 +173,7 @@ function updateNode(group, each) {
   put(title, { x: 24 });
   put(quiet, { x: 10 });
   say(title, clipped(each.title, (each.width - 30) / 7.2));
-  say(quiet, clipped(busy(each), (each.width - 14) / 5.9));
+  say(quiet, busy(each, (each.width - 14) / 6.2));
   const used = place.kv_used ?? null;
   put(track, { x: 10, width: used === null ? 0 : each.width - 20 });
   put(bar, { x: 10, width: used === null ? 0 : Math.max(0, (each.width - 20) * used).toFixed(1) });
@@ -182,13 +184,18 @@ function clipped(text, most) {
   return text.length <= most ? text : `${text.slice(0, Math.max(1, most - 1))}…`;
 }
 
-function busy({ place, gateway, width }) {
+// The longest that fits.
+function busy({ place, gateway }, most) {
   if (gateway) return `${gateway.in_flight} in flight`;
   if (place.status === "down") return "down";
   if (place.breaker !== "closed") return `breaker ${place.breaker}`;
-  if (width < 170) return `${place.running} run · ${count(place.queue_tokens)} queued`;
-  const queue = place.queue_tokens ? ` · ${count(place.queue_tokens)} tokens` : "";
-  return `${place.running} running · ${place.waiting} waiting${queue}`;
+  const { running, waiting } = place;
+  const texts = [
+    `${running} running · ${waiting} waiting · ${count(place.queue_tokens)} tokens`,
+    `${running} running · ${waiting} waiting`,
+    `${running} run · ${waiting} wait`,
+  ];
+  return texts.find((text) => text.length <= most) ?? texts.at(-1);
 }
 
 function about(state, peer, group) {
