@@ -87,7 +87,7 @@ class Spans:
 
     def close(self) -> None:
         """Blocks for as long as sending takes, at most TIMEOUT_S or so."""
-        self._processor.shutdown()
+        self._processor.shutdown()  # type: ignore[no-untyped-call]
 
 
 def _ns(seconds: float) -> int:
