@@ -68,13 +68,15 @@ class RoutedEngine:
 
 @asynccontextmanager
 async def routed_engine(
-    answers: Mapping[str, Answerer] | None = None, **fields: Any
+    answers: Mapping[str, Answerer] | None = None, *, keepalive_s: float = 75.0, **fields: Any
 ) -> AsyncIterator[RoutedEngine]:
-    """A running RoutedEngine on a free loopback port."""
+    """A running RoutedEngine on a free loopback port. It closes what is idle for `keepalive_s`."""
     engine = RoutedEngine(dict(answers or {}), **fields)
     app = web.Application(client_max_size=64 << 20)
     app.router.add_route("*", "/{path:.*}", engine.handle)
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, shutdown_timeout=0.1, keepalive_timeout=keepalive_s
+    )
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from gateway.event_relay import relay_events
 from gateway.relay import Relayed
 from prfaas.errors import EngineUnavailable, ProtocolError
 from prfaas.limits import Limits
+from prfaas.testing.fuzz import fuzz, mutate_bytes
 
 LIMITS = Limits(max_event_bytes=1000)
 DELTA = b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta"}\n\n'
@@ -94,3 +99,28 @@ async def test_what_a_model_wrote_ends_nothing() -> None:
     written = b'data: {"delta":"\\"type\\":\\"response.completed\\" data: [DONE]"}\n\n'
     answer, _ = await relayed([written])
     assert answer.broken == EngineUnavailable.kind
+
+
+def test_whatever_an_engine_sends_ends_well_or_says_that_it_did_not() -> None:
+    stream = DELTA + DELTA + ENDS[0]
+
+    def make(rng: random.Random) -> list[Any]:
+        data = mutate_bytes(stream, [DELTA, *ENDS], rng) if rng.random() < 0.8 else stream
+        cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(4)))
+        pieces = [data[a:b] for a, b in pairwise([0, *cuts, len(data)])]
+        broken = [EngineUnavailable("cut")] if rng.random() < 0.3 else []
+        return [piece for piece in pieces if piece] + broken
+
+    def run(pieces: list[Any]) -> None:
+        answer, client = asyncio.run(relayed(list(pieces)))
+        sent = b"".join(piece for piece in pieces if isinstance(piece, bytes))
+        if client.complete:
+            assert client.got == sent[: len(client.got)]
+        else:
+            assert answer.broken
+            kept, mark, error = client.got.rpartition(b"event: error\ndata: ")
+            assert mark
+            assert sent.startswith(kept)
+            assert msgspec.json.decode(error)["type"] == "error"
+
+    fuzz("event_relay", run, make, (EngineUnavailable, ProtocolError))
