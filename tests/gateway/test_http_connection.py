@@ -7,11 +7,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 import uvloop
 
+from gateway.http1 import KnownHeads
+from gateway.http_connection import MERGE_S, Connection
 from gateway.upstream import HttpUpstream, UpstreamResponse
 from prfaas.errors import EngineUnavailable
 from prfaas.limits import Limits
 from prfaas.testing.gateway_setup import until
 from prfaas.testing.raw_http import HELLO, OK, Peer, Play, RawServer, answering, raw_server
+from prfaas.testing.virtual_time import run_virtually
 
 CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 BODY = b'{"prompt":"hi"}'
@@ -329,32 +332,58 @@ def test_whoever_follows_gets_every_byte_in_order(run: Loop) -> None:
     played(run, play, story)
 
 
-@loops
-def test_pieces_that_come_fast_are_read_together(run: Loop) -> None:
-    async def play(peer: Peer) -> None:
-        await peer.request()
-        await peer.say(CHUNKED + b"1\r\n<\r\n")
-        for _ in range(400):
-            await peer.say(b"1\r\nx\r\n")
-            await asyncio.sleep(0)
-        await peer.say(b"0\r\n\r\n")
-        await peer.reader.read()
+class Wire(asyncio.Transport):
+    """Notes when it is read from."""
 
-    async def story(upstream: HttpUpstream, server: RawServer) -> None:
-        got: list[bytes] = []
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__({"socket": sock})
+        self.reading = True
 
-        def taker(piece: bytes) -> bool:
-            got.append(piece)
-            return False
+    def write(self, data: object) -> None:
+        pass
 
-        async with upstream.request("POST", "/x", {}, BODY) as response:
-            got.append(await response.next_piece())
-            await response.follow(taker)
-            assert await response.next_piece() == b""
-        assert b"".join(got) == b"<" + 400 * b"x"
-        assert len(got) < 200
+    def is_closing(self) -> bool:
+        return False
 
-    played(run, play, story)
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def abort(self) -> None:
+        pass
+
+
+def test_pieces_that_come_fast_are_read_together_and_slow_ones_at_once() -> None:
+    """In virtual time: only what comes within a millisecond of what was before waits one."""
+
+    async def main() -> None:
+        wire, got = Wire(sock), []
+        connection = Connection(Limits(), lambda closed: None, KnownHeads())
+        connection.connection_made(wire)
+        connection.send("POST", b"", BODY)
+        connection.data_received(CHUNKED)
+        task = asyncio.create_task(connection.follow(lambda piece: bool(got.append(piece))))
+        for number in range(10):
+            await asyncio.sleep(2 * MERGE_S)
+            connection.data_received(b"1\r\n%d\r\n" % number)
+            assert wire.reading
+        assert b"".join(got) == b"0123456789"
+        await asyncio.sleep(MERGE_S / 4)
+        connection.data_received(b"1\r\nx\r\n")
+        assert (got[-1], wire.reading) == (b"x", False)
+        await asyncio.sleep(MERGE_S / 2)
+        assert not wire.reading
+        await asyncio.sleep(MERGE_S)
+        assert wire.reading
+        assert not task.done()
+        connection.data_received(b"0\r\n\r\n")
+        await task
+        assert connection.take() == b""
+
+    with socket.socket() as sock:
+        run_virtually(main())
 
 
 @loops
