@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
@@ -88,7 +87,7 @@ class Engine:
 
 
 class Engines:
-    """Owns the engines' probes while `run` runs, and what was sent to whom; borrows the rest."""
+    """Owns what was sent to whom; borrows the rest, and whoever lets an engine join probes it."""
 
     def __init__(
         self,
@@ -150,12 +149,6 @@ class Engines:
         if up is None:
             raise EngineUnavailable("no decode engine is known")
         return up.upstream
-
-    async def run(self) -> None:
-        """Probe all of them until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            for engine in self:
-                group.create_task(engine.probe.run())
 
     def choose(
         self,
