@@ -126,7 +126,8 @@ class _Up:
         if self._options.once:
             return 1 if problems else 0
         self._say(
-            f"\nready at {self._stack.gateway_url}; Ctrl-C stops it. Try:\n"
+            f"\nready at {self._stack.gateway_url}, dashboard at "
+            f"{self._stack.gateway_url}/dashboard; Ctrl-C stops it. Try:\n"
             f"curl -s {self._stack.gateway_url}/v1/chat/completions "
             "-H 'content-type: application/json' "
             f"""-d '{{"model": "{self._stack.plan.served_model_name}", "messages": """

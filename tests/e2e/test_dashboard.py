@@ -114,16 +114,15 @@ async def shows_traffic(page: Page) -> None:
     estimates = await page.texts("#decisions tbody tr.remote .estimates")
     assert all(each.count(" ") >= 2 and "–" not in each for each in estimates), estimates
     assert "remote is faster" in await page.texts("#reasons tbody th")
-    assert set((await page.value(STATES)).values()) == {"up"}
+    await page.until(f"Object.values({STATES}).every(state => state === 'up')")
     assert await page.texts("#policy h3") == ["active", "shadow"]
     await page.until(
         "/ 0\\.\\d+ s|ms/.test(document.querySelector('#latency tr.remote').innerText)"
     )
     await page.until("/B\\/s/.test(document.querySelector('#links tbody').textContent)")
     await page.until("document.querySelectorAll('#topology .flow').length > 0")
-    assert "2 of 2 decode engines up" in await page.value(
-        "document.querySelector('#topology svg').getAttribute('aria-label')"
-    )
+    picture = "document.querySelector('#topology svg').getAttribute('aria-label')"
+    await page.until(f"/2 of 2 decode engines up/.test({picture})")
 
 
 async def shows_a_dead_engine(page: Page, processes: FleetProcesses) -> None:

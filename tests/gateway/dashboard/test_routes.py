@@ -138,6 +138,18 @@ async def test_what_is_lost_and_what_degrades_is_shown(cluster: Any) -> None:
         assert state["status"] == "no engine"
 
 
+async def test_an_engine_whose_agent_falls_silent_and_one_that_drains(make_cluster: Any) -> None:
+    limits = {"watch_stale_s": 0.5}
+    async with make_cluster(limits=limits) as cluster, watching(cluster.client) as events:
+        cluster.d.change(draining=True)
+        await events.until("state", lambda data: data["engines"][0]["status"] == "draining")
+        cluster.d.silent = True
+        state = await events.until("state", lambda data: data["engines"][0]["status"] == "silent")
+        assert state["engines"][0]["detail"] == "it answers, but its agent does not"
+        cluster.d.silent = False
+        await events.until("state", lambda data: data["engines"][0]["status"] != "silent")
+
+
 async def test_pages_beyond_the_bound_are_refused_with_a_time_to_come_back(cluster: Any) -> None:
     pages = [cluster.gateway.dashboard.feed.watching() for _ in range(MAX_WATCHERS)]
     for page in pages:

@@ -106,14 +106,16 @@ async def test_the_long_way_in_has_the_same_door(make: Make, file: TenantFixture
 
 async def test_what_tells_of_everybody_is_for_admins(make: Make, file: TenantFixture) -> None:
     async with make() as cluster:
-        for path in ("/prfaas/requests", "/prfaas/cluster", "/prfaas/requests/x", "/nowhere"):
+        told = ("/prfaas/requests", "/prfaas/cluster", "/prfaas/requests/x", "/nowhere")
+        for path in (*told, "/dashboard", "/dashboard/main.js", "/prfaas/dashboard/events"):
             for headers, wanted in (({}, 401), (file.bearer("acme"), 403)):
                 async with cluster.client.get(path, headers=headers) as response:
                     assert response.status == wanted, path
                     if wanted == 401:
                         assert response.headers["www-authenticate"].startswith("Basic")
-        async with cluster.client.get("/prfaas/cluster", headers=file.bearer("boss")) as response:
-            assert response.status == 200
+        for path in ("/prfaas/cluster", "/dashboard", "/prfaas/dashboard/events"):
+            async with cluster.client.get(path, headers=file.bearer("boss")) as response:
+                assert response.status == 200
         for headers, wanted in (({}, 401), (file.bearer("acme"), 200)):
             async with cluster.client.get("/v1/models", headers=headers) as response:
                 assert response.status == wanted
