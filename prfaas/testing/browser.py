@@ -166,7 +166,7 @@ async def _port(profile: Path, process: asyncio.subprocess.Process) -> int:
     """Where it listens. Raises AssertionError where it does not start."""
     file = profile / "DevToolsActivePort"
     async with asyncio.timeout(START_S):
-        while not (file.exists() and (lines := file.read_text().split())):
+        while not (file.exists() and len(lines := file.read_text().split()) == 2):
             assert process.returncode is None, f"chromium ended with {process.returncode}"
             await asyncio.sleep(POLL_S)
     return int(lines[0])
