@@ -84,7 +84,12 @@ class Native(Protocol):
         """int16 q [cols][rows] = round(x [rows][cols] * scale)."""
         ...
 
-    def dequantise(self, q: Buffer, step: Buffer, x: Buffer, rows: int, cols: int, /) -> int: ...
+    def restore(
+        self, dst: Buffer, q: Buffer, step: Buffer, turns: Buffer, mean: Buffer,
+        rows: int, heads: int, dim: int, kind: int, /,
+    ) -> int:  # fmt: skip
+        """Inverse of `load_rows` and `quantise`: items of coefficients [heads * dim][rows]."""
+        ...
 
 
 def _load() -> Native | None:

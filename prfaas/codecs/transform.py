@@ -228,25 +228,28 @@ class TransformCodec:
         """To `rest`: [layer][k|v][bytes of all tokens but the sinks]."""
         heads, dim, rows = shape.kv_heads, shape.head_dim, q.shape[1]
         width, layers = heads * dim, len(shape.layers)
-        x = self._store.scratch.floats(rows, layers * width)
-        mean = self._store.calibration.mean
+        mean, kind = self._store.calibration.mean, _KINDS[shape.dtype]
         for part in (0, 1):
             coefficients = q[: columns[0]] if part == 0 else q[columns[0] :]
-            if not self._rung.columns:
-                at = [self._at[layer] for layer in shape.layers]
-                step = np.ascontiguousarray(self._step[at, part]).reshape(-1)
-                self._native.dequantise(coefficients, step, x, rows, layers * width)
-            else:
-                basis = self._store.basis(self._spans[shape.layers], part)
-                self._native.inverse(
-                    coefficients, basis.back, x,
-                    rows, columns[part], basis.columns, layers * width, self._rung.step,
-                )  # fmt: skip
             turns = self._turns(shape) if part == 0 else _NO_TURNS
+            if not self._rung.columns:
+                for i, layer in enumerate(shape.layers):
+                    at = self._at[layer]
+                    self._native.restore(
+                        rest[i, part], coefficients[i * width : (i + 1) * width],
+                        self._step[at, part], turns, mean[at, part], rows, heads, dim, kind,
+                    )  # fmt: skip
+                continue
+            x = self._store.scratch.floats(rows, layers * width)
+            basis = self._store.basis(self._spans[shape.layers], part)
+            self._native.inverse(
+                coefficients, basis.back, x,
+                rows, columns[part], basis.columns, layers * width, self._rung.step,
+            )  # fmt: skip
             for i, layer in enumerate(shape.layers):
                 self._native.store_rows(
                     rest[i, part], turns, mean[self._at[layer], part], x,
-                    rows, heads, dim, _KINDS[shape.dtype], layers * width, i * width,
+                    rows, heads, dim, kind, layers * width, i * width,
                 )  # fmt: skip
 
     def _turns(self, shape: Tile) -> Floats:

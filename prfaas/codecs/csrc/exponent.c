@@ -116,7 +116,16 @@ static int class_order(const uint8_t *classes, size_t cols, uint16_t *order, siz
 static void gather(const uint8_t *top, size_t rows, size_t cols, const uint16_t *order,
                    size_t width, uint8_t *out)
 {
-    for (size_t r = 0; r < rows; r++, top += cols, out += width)
+    size_t r = 0;
+    for (; r + 4 <= rows; r += 4, top += 4 * cols, out += 4 * width)
+        for (size_t i = 0; i < width; i++) {
+            const uint8_t *from = top + order[i];
+            out[i] = *from;
+            out[i + width] = from[cols];
+            out[i + 2 * width] = from[2 * cols];
+            out[i + 3 * width] = from[3 * cols];
+        }
+    for (; r < rows; r++, top += cols, out += width)
         for (size_t i = 0; i < width; i++)
             out[i] = top[order[i]];
 }
@@ -124,7 +133,16 @@ static void gather(const uint8_t *top, size_t rows, size_t cols, const uint16_t 
 static void scatter(const uint8_t *in, size_t rows, size_t cols, const uint16_t *order,
                     size_t width, uint8_t *top)
 {
-    for (size_t r = 0; r < rows; r++, top += cols, in += width)
+    size_t r = 0;
+    for (; r + 4 <= rows; r += 4, top += 4 * cols, in += 4 * width)
+        for (size_t i = 0; i < width; i++) {
+            uint8_t *to = top + order[i];
+            *to = in[i];
+            to[cols] = in[i + width];
+            to[2 * cols] = in[i + 2 * width];
+            to[3 * cols] = in[i + 3 * width];
+        }
+    for (; r < rows; r++, top += cols, in += width)
         for (size_t i = 0; i < width; i++)
             top[order[i]] = in[i];
 }

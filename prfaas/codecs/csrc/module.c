@@ -258,18 +258,29 @@ static PyObject *py_quantise(PyObject *self, PyObject *args)
     return status(&b, n);
 }
 
-static PyObject *py_dequantise(PyObject *self, PyObject *args)
+/* (items, coefficients, steps, turns or empty, mean, rows, heads, dim, kind) */
+static PyObject *py_restore(PyObject *self, PyObject *args)
 {
-    Buffers b = {.count = 3};
-    Py_ssize_t rows, cols;
-    if (!PyArg_ParseTuple(args, "y*y*w*nn", &b.views[0], &b.views[1], &b.views[2], &rows, &cols))
+    Buffers b = {.count = 5};
+    Py_ssize_t rows, heads, dim, kind;
+    if (!PyArg_ParseTuple(args, "w*y*y*y*y*nnnn", &b.views[0], &b.views[1], &b.views[2],
+                          &b.views[3], &b.views[4], &rows, &heads, &dim, &kind))
         return NULL;
-    if (!fits(rows, cols) || !exactly(&b, 0, (size_t)rows * cols * 2)
-        || !exactly(&b, 1, (size_t)cols * 4) || !exactly(&b, 2, (size_t)rows * cols * 4))
-        return bad(&b, "dequantise");
+    Py_ssize_t width = heads * dim;
+    if (heads <= 0 || dim <= 0 || dim > MOST_DIM || heads > 65535 || kind < 0 || kind > 2
+        || !fits(rows, width) || !exactly(&b, 0, (size_t)rows * width * (kind == 0 ? 4 : 2))
+        || !exactly(&b, 1, (size_t)rows * width * 2) || !exactly(&b, 2, (size_t)width * 4)
+        || !(exactly(&b, 3, 0) || (dim % 2 == 0 && exactly(&b, 3, (size_t)rows * dim * 4)))
+        || !exactly(&b, 4, (size_t)width * 4))
+        return bad(&b, "restore");
+    float *x = malloc((size_t)width * 8 * sizeof(float));
+    if (!x)
+        return no_memory(&b);
     Py_BEGIN_ALLOW_THREADS
-    dequantise(b.views[0].buf, rows, cols, b.views[1].buf, b.views[2].buf);
+    restore(b.views[1].buf, rows, heads, dim, kind, b.views[2].buf,
+            b.views[3].len ? b.views[3].buf : NULL, b.views[4].buf, b.views[0].buf, x);
     Py_END_ALLOW_THREADS
+    free(x);
     return status(&b, 0);
 }
 
@@ -287,7 +298,7 @@ static PyMethodDef methods[] = {
     {"forward", py_forward, METH_VARARGS, NULL},
     {"inverse", py_inverse, METH_VARARGS, NULL},
     {"quantise", py_quantise, METH_VARARGS, NULL},
-    {"dequantise", py_dequantise, METH_VARARGS, NULL},
+    {"restore", py_restore, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -42,7 +42,8 @@ int forward(const float *x, size_t rows, size_t width, const float *basis, size_
 void inverse(const int16_t *q, size_t rows, size_t cols, const float *basis, size_t depth,
              size_t width, float step, float *x, float *scratch);
 int quantise(const float *x, size_t rows, size_t cols, const float *scale, float dead, int16_t *q);
-void dequantise(const int16_t *q, size_t rows, size_t cols, const float *step, float *x);
+void restore(const int16_t *q, size_t rows, size_t heads, size_t dim, size_t kind, const float *step,
+             const float *turns, const float *mean, uint8_t *dst, float *x);
 
 /* int8.c: K per channel over 64 tokens, V per token and head; bfloat16 only. */
 int int8_encode(const uint8_t *src, size_t rows, size_t heads, size_t dim, uint8_t *dst);

@@ -18,7 +18,7 @@ enum { ZEROS = 255, MAX_SHIFT = 6 };
 
 /* Of each symbol: frequency | first slot << 16. */
 static uint32_t symbols[LADDER_TABLES][LADDER_LONGEST];
-/* Slot: symbol | (frequency - 1) << 8 | offset within the symbol << 20. */
+/* Slot: symbol | frequency << 8 | offset within the symbol << 20; no symbol has all slots. */
 static uint32_t slots[LADDER_TABLES][RANS_TOTAL];
 static int wide;
 
@@ -34,7 +34,7 @@ void rans_setup(int simd)
             uint32_t f = ladder_freq[k][s];
             symbols[k][s] = f | start << 16;
             for (uint32_t i = 0; i < f; i++)
-                slots[k][start + i] = (uint32_t)s | (f - 1) << 8 | i << 20;
+                slots[k][start + i] = (uint32_t)s | f << 8 | i << 20;
             start += f;
         }
     }
@@ -200,7 +200,7 @@ static int get(const uint32_t *table, uint8_t *s, size_t first, size_t rows, uin
     const uint8_t *at = *words;
     for (size_t r = first; r < rows; r++) {
         uint32_t v = x[r % RANS_LANES], slot = table[v & (RANS_TOTAL - 1)];
-        v = ((slot >> 8 & 4095) + 1) * (v >> RANS_BITS) + (slot >> 20);
+        v = (slot >> 8 & 4095) * (v >> RANS_BITS) + (slot >> 20);
         s[r] = (uint8_t)slot;
         if (v < RANS_LOWEST) {
             if (end - at < 2)

@@ -101,8 +101,7 @@ AVX2 static inline __m256i get_eight(const uint32_t *table, __m256i *x, const ui
 {
     __m256i index = _mm256_and_si256(*x, _mm256_set1_epi32(RANS_TOTAL - 1));
     __m256i slot = _mm256_i32gather_epi32((const int *)table, index, 4);
-    __m256i f = _mm256_add_epi32(
-        _mm256_and_si256(_mm256_srli_epi32(slot, 8), _mm256_set1_epi32(4095)), _mm256_set1_epi32(1));
+    __m256i f = _mm256_and_si256(_mm256_srli_epi32(slot, 8), _mm256_set1_epi32(4095));
     __m256i v = _mm256_mullo_epi32(f, _mm256_srli_epi32(*x, RANS_BITS));
     v = _mm256_add_epi32(v, _mm256_srli_epi32(slot, 20));
     __m256i need = _mm256_cmpeq_epi32(_mm256_srli_epi32(v, 16), _mm256_setzero_si256());

@@ -292,25 +292,35 @@ WIDE int quantise(const float *x, size_t rows, size_t cols, const float *scale, 
     return worst < TOO_LARGE ? 0 : NO_GAIN;
 }
 
-WIDE void dequantise(const int16_t *q, size_t rows, size_t cols, const float *step, float *x)
+/* x[n][cols] of rows from `row` on of q[cols][rows], each column by a step of its own. */
+WIDE static void dequantise(const int16_t *q, size_t rows, size_t cols, size_t row, size_t n,
+                            const float *step, float *x)
 {
     enum { BLOCK = 256 };
     int16_t part[8][BLOCK];
-    for (size_t row = 0; row < rows; row += 8) {
+    for (size_t first = 0; first < cols; first += BLOCK) {
+        size_t most = cols - first < BLOCK ? cols - first : BLOCK, j = 0;
+        if (n == 8)
+            for (; j + 8 <= most; j += 8)
+                turn_eight(q + (first + j) * rows + row, rows, &part[0][j], BLOCK);
+        for (; j < most; j++)
+            for (size_t i = 0; i < n; i++)
+                part[i][j] = q[(first + j) * rows + row + i];
+        for (size_t i = 0; i < n; i++)
+            for (j = 0; j < most; j++)
+                x[i * cols + first + j] = (float)part[i][j] * step[first + j];
+    }
+}
+
+/* Inverse of `load_rows` and `quantise`, eight rows at a time, which stay in the L1 cache; `x`: room
+ * for them. */
+void restore(const int16_t *q, size_t rows, size_t heads, size_t dim, size_t kind, const float *step,
+             const float *turns, const float *mean, uint8_t *dst, float *x)
+{
+    size_t width = heads * dim, item = kind == F32 ? 4 : 2;
+    for (size_t row = 0; row < rows; row += 8, dst += 8 * width * item) {
         size_t n = rows - row < 8 ? rows - row : 8;
-        for (size_t first = 0; first < cols; first += BLOCK) {
-            size_t most = cols - first < BLOCK ? cols - first : BLOCK, j = 0;
-            if (n == 8)
-                for (; j + 8 <= most; j += 8)
-                    turn_eight(q + (first + j) * rows + row, rows, &part[0][j], BLOCK);
-            for (; j < most; j++)
-                for (size_t i = 0; i < n; i++)
-                    part[i][j] = q[(first + j) * rows + row + i];
-            for (size_t i = 0; i < n; i++) {
-                float *to = x + (row + i) * cols + first;
-                for (j = 0; j < most; j++)
-                    to[j] = (float)part[i][j] * step[first + j];
-            }
-        }
+        dequantise(q, rows, width, row, n, step, x);
+        store_rows(x, width, n, heads, dim, kind, turns ? turns + row * dim : NULL, mean, dst);
     }
 }
