@@ -17,13 +17,10 @@ from prfaas.up.process import ProcessSpec
 from prfaas.up.stack import Stack, StackPlan, free_ports
 
 CHUNK_TOKENS = 64
-LIMITS = {
-    "connect_timeout_s": 1.0,
-    "first_frame_timeout_s": 4.0,
-    "progress_timeout_s": 2.0,
-    "control_timeout_s": 2.0,
-    "lease_s": 4.0,
-}
+LIMITS = {"connect_timeout_s": 20.0, "control_timeout_s": 20.0}
+"""Several vLLMs on two cores keep an agent from running for seconds. What these tests break is
+seen at once, not by a deadline.
+"""
 
 
 def vllm_decode_process(

@@ -10,7 +10,7 @@ from typing import Any
 
 from prfaas.settings import load_settings
 from prfaas.testing.stack import RunningStack
-from prfaas.testing.vllm_decode_stack import CHUNK_TOKENS, vllm_decode_process
+from prfaas.testing.vllm_decode_stack import CHUNK_TOKENS, LIMITS, vllm_decode_process
 from prfaas.testing.vllm_server import READY_TIMEOUT_S
 from prfaas.up.process import ProcessSpec
 from prfaas.up.stack import Stack, StackPlan, free_ports
@@ -89,7 +89,8 @@ def vllm_prefill_stack(
     `vllm`: options of P's. `d_vllm`: D is a vLLM too, with these options of `vllm_decode_process`.
     """
     directory.mkdir(mode=0o700, exist_ok=True)
-    plan = StackPlan(load_settings(), model, "test-model", threads=1, pin=False)
+    base = load_settings(overrides={"limits": LIMITS})
+    plan = StackPlan(base, model, "test-model", threads=1, pin=False)
     stack = Stack.create(plan, directory)
     d_metrics, p_metrics = free_ports(2)
     d_agent = {"metrics_port": d_metrics, "verify_import": True}
