@@ -370,8 +370,8 @@ class ClientConnection(asyncio.Protocol):
         head = self._front.heads.head(answer.status, answer.headers.items(), framing)
         transport.write(head + answer.body)
 
-    def say_head(self, fields: Mapping[str, str]) -> None:
-        self.write(self._front.heads.head(200, fields.items(), CHUNKED))
+    def stream_head(self, fields: Mapping[str, str]) -> bytes:
+        return self._front.heads.head(200, fields.items(), CHUNKED)
 
     def write(self, data: bytes) -> bool:
         """True where the client is slow, and `drain` waits for it. Raises Cancelled."""
@@ -404,15 +404,17 @@ class ClientConnection(asyncio.Protocol):
 class ClientStream:
     """The client's side of one streamed answer."""
 
-    __slots__ = ("_connection", "_request_id", "started")
+    __slots__ = ("_connection", "_head", "_request_id", "started")
 
     def __init__(self, connection: ClientConnection, request_id: str) -> None:
         self._connection = connection
         self._request_id = request_id
+        self._head = b""
+        """Goes out with the first bytes that follow."""
         self.started = False
 
     async def start(self, headers: Mapping[str, str]) -> None:
-        self._connection.say_head(
+        self._head = self._connection.stream_head(
             {
                 **headers,
                 REQUEST_ID_HEADER: self._request_id,
@@ -423,12 +425,16 @@ class ClientStream:
         self.started = True
 
     def put(self, data: bytes) -> bool:
+        if self._head:
+            head, self._head = self._head, b""
+            return self._connection.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
         return self._connection.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def drain(self) -> None:
         await self._connection.drain()
 
     async def end(self, complete: bool) -> None:
-        self._connection.write(b"0\r\n\r\n")
+        self._connection.write(self._head + b"0\r\n\r\n")
+        self._head = b""
         if not complete:
             self._connection.close_after_writing()
