@@ -36,7 +36,7 @@ def chosen(gbit_per_s: float, codecs: Any = ALL, **changes: Any) -> str:
     ("gbit_per_s", "codec"),
     [
         (0.1, "near-channels@digest"),
-        (1, "int8"),
+        (1, "near-channels@digest"),
         (5, "int8"),
         (8, "int8"),
         (30, "raw"),
@@ -71,7 +71,7 @@ def test_what_encodes_slowly_waits_until_the_link_is_known_to_be_slower() -> Non
     assert chosen(0, codecs) == "near-channels@digest"
     assert chosen(0, codecs, threads=4) == "compact-basis@digest"
     assert chosen(0.05, codecs) == "compact-basis@digest"
-    assert chosen(1, codecs) == "int8"
+    assert chosen(1, codecs) == "near-channels@digest"
     paces = {"compact-basis@digest": Pace(1e9, 5.5)}
     assert chosen(1, codecs, paces=paces) == "compact-basis@digest"
     assert chosen(0, (COMPACT,)) == "compact-basis@digest"
