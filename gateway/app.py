@@ -25,7 +25,8 @@ from gateway.generation import Generation
 from gateway.handlers import Handlers
 from gateway.ids import Ids
 from gateway.live_policy import Effective, LivePolicy, MakePolicy
-from gateway.members import Members, merged
+from gateway.member_file import read_members
+from gateway.members import Members, merged, require_key
 from gateway.membership import Membership
 from gateway.metrics import GatewayMetrics, LiveSources
 from gateway.passing import Passing
@@ -268,13 +269,11 @@ def check_settings(settings: Settings) -> None:
     found = gateway.discovery
     if not (gateway.engines or found.engines or found.file is not None):
         raise ConfigError("gateway.engines: there must be at least one", field="gateway.engines")
-    merged([Members(gateway.engines, gateway.peers)])
-    peers = gateway.peers or found.peers
-    if gateway.offload and peers and not gateway.transfer_key.get_secret_value():
-        raise ConfigError(
-            "gateway.transfer_key: offloading to peers needs the key that signs transfers",
-            field="gateway.transfer_key",
-        )
+    parts = [Members(gateway.engines, gateway.peers)]
+    if found.file is not None:
+        parts.append(read_members(found.file))
+    members = merged(parts)
+    require_key(gateway, bool(members.peers or found.peers))
 
 
 async def serve(

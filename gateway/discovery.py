@@ -11,7 +11,7 @@ from typing import Protocol
 
 from gateway.dns_names import Names, find_engines, find_peers
 from gateway.member_file import read_members, stamp_of
-from gateway.members import Members, merged
+from gateway.members import Members, merged, require_key
 from prfaas.errors import ConfigError, PeerUnavailable
 from prfaas.limits import Limits
 from prfaas.settings import GatewaySettings
@@ -54,6 +54,7 @@ class Discovery:
         address.
         """
         chosen = settings.discovery
+        self._settings = settings
         self._interval_s = chosen.interval_s
         self._apply = apply
         self._events = events
@@ -131,6 +132,7 @@ class Discovery:
                 members = merged(parts.values())
                 if not members.engines:
                     raise ConfigError("no engine would be left")
+                require_key(self._settings, bool(members.peers))
                 await self._apply(members)
             except ConfigError as exc:
                 self._turned_down[source] = part

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from prfaas.errors import ConfigError
-from prfaas.settings import EngineEndpoint, PeerEndpoint
+from prfaas.settings import EngineEndpoint, GatewaySettings, PeerEndpoint
 
 MAX_MEMBERS = 1024
 """Engines and instances; a source that finds more is wrong."""
@@ -42,3 +42,12 @@ def merged(parts: Iterable[Members]) -> Members:
     if len(found) > MAX_MEMBERS:
         raise ConfigError(f"{len(found)} engines and instances; at most {MAX_MEMBERS}")
     return found
+
+
+def require_key(settings: GatewaySettings, peers: bool) -> None:
+    """Offloading to `peers` needs the key that signs transfers. Raises ConfigError without it."""
+    if peers and settings.offload and not settings.transfer_key.get_secret_value():
+        raise ConfigError(
+            "gateway.transfer_key: offloading to peers needs the key that signs transfers",
+            field="gateway.transfer_key",
+        )

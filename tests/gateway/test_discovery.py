@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import gateway.discovery
+from gateway.app import check_settings
 from gateway.discovery import Discovery
 from gateway.members import Members
 from prfaas.errors import ConfigError
@@ -128,6 +129,27 @@ async def test_what_cannot_be_applied_leaves_what_was(tmp_path: Path) -> None:
         write(file, "b")
         await eventually(lambda: told.changes["refused"] == 1)
         assert [each.name for each in made.members.engines] == ["a"]
+
+
+async def test_peers_come_only_where_transfers_can_be_signed(tmp_path: Path) -> None:
+    file, told = tmp_path / "members.yaml", Told()
+    write(file, "a")
+    peers = [{"peer": "p", "instance": "0", "watch": "127.0.0.1:1"}]
+    settings = gateway_settings(
+        engines=(), peers=(), transfer_key="", discovery={"file": str(file)}
+    )
+    check_settings(settings)
+    made = Discovery(settings.gateway, Limits(), told.apply, told)
+    task = asyncio.create_task(made.run())
+    try:
+        write(file, "a", "b", peers=peers)
+        await eventually(lambda: told.changes["refused"] == 1)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert not told.applied
+    with pytest.raises(ConfigError, match="transfer_key"):
+        check_settings(settings)
 
 
 async def test_the_start_wants_a_good_file(tmp_path: Path) -> None:
