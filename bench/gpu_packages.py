@@ -14,6 +14,7 @@ NEEDED = {
     "annotated_types": "annotated-types",
     "attr": "attrs",
     "cffi": "cffi",
+    "dns": "dnspython",
     "click": "click",
     "cryptography": "cryptography",
     "dotenv": "python-dotenv",

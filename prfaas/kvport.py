@@ -84,7 +84,9 @@ class PortServer:
             sock.bind(str(self._path))
         except OSError as exc:
             sock.close()
-            raise ConfigError(f"cannot bind KvPort socket {self._path}: {exc.strerror}") from exc
+            # Too long a path has no errno: an address holds 107 bytes of it.
+            reason = exc.strerror or f"{exc}, take one of at most 107 bytes"
+            raise ConfigError(f"cannot bind KvPort socket {self._path}: {reason}") from exc
         finally:
             os.umask(old_umask)
         sock.listen(8)

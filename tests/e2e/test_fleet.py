@@ -12,6 +12,7 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import pytest
 import yaml
 
 PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
@@ -58,7 +59,10 @@ def ask(url: str, at: int) -> tuple[str, str]:
         return reply.read().decode().split("\n\n")[-2], reply.headers["x-request-id"]
 
 
-def test_a_fleet_serves_while_an_engine_dies_and_its_line_is_cut(tmp_path: Path) -> None:
+def test_a_fleet_serves_while_an_engine_dies_and_its_line_is_cut(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("f")  # addresses of unix sockets are short
     process = subprocess.Popen(
         [sys.executable, "-m", "prfaas", "up", "--fleet", str(write_fleet(tmp_path))],
         stdout=subprocess.PIPE,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from pathlib import Path
 
@@ -76,8 +75,7 @@ def test_a_model_that_cannot_be_read_says_why(tmp_path: Path) -> None:
     broken = tmp_path / "model"
     broken.mkdir()
     (broken / "config.json").write_text("{}")
-    logs = Path(tempfile.mkdtemp(dir=tmp_path))
-    with running_up(logs, "--model", str(broken), "--once") as process:
+    with running_up(tmp_path, "--model", str(broken), "--once") as process:
         text, _ = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "engine ended with status" in text

@@ -417,3 +417,8 @@ async def test_a_process_of_no_connected_engine_is_refused_and_gives_up(
     finally:
         await asyncio.to_thread(main.close)
         await agent.server.close()
+
+
+async def test_a_path_longer_than_an_address_is_said_to_be_too_long(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"xxx: AF_UNIX path too long, take one of at most 107"):
+        await Agent(tmp_path / ("x" * 108)).server.start()
