@@ -62,7 +62,7 @@ def fleet() -> Fleet:
 
 async def traffic(url: str, stop: asyncio.Event) -> None:
     """Streams, one after another, until told; an engine that dies may break some."""
-    # After an answer that breaks the gateway closes, which a connection kept open may meet too late.
+    # The gateway closes after an answer that breaks, and a connection that is kept may meet that.
     once = aiohttp.TCPConnector(force_close=True)
     async with aiohttp.ClientSession(connector=once, timeout=aiohttp.ClientTimeout(60)) as session:
         for at in itertools.count():
