@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
+from gateway.prompt_memory import PromptMemory
 from gateway.schema import Api, ParsedRequest
 from prfaas.errors import ContextTooLong, InvalidRequest
 from prfaas.hashing import BlockHash, block_chain
@@ -19,6 +21,9 @@ BYTES_PER_TOKEN = 4
 INLINE_BYTES = 4096
 """Bodies up to this size take a millisecond or so; longer ones would stall the event loop."""
 
+REMEMBERED_BYTES = 1 << 20
+"""Bodies up to this size are decoded, and their template applied, on the event loop."""
+
 Chains = Mapping[int, Sequence[BlockHash]]
 """Block hash chain of the prompt for each block size in use."""
 
@@ -26,13 +31,16 @@ Chains = Mapping[int, Sequence[BlockHash]]
 class PromptTokenizer(Protocol):
     """What the gateway needs of `prfaas.tokens.Tokenizer`."""
 
+    @property
+    def keeps_words_apart(self) -> bool: ...
+
     def encode(self, text: str, add_special: bool = False) -> list[int]: ...
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]: ...
+    ) -> str: ...
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -51,14 +59,27 @@ def guess(parsed: ParsedRequest, features: frozenset[str] = frozenset()) -> Prom
     return Prompt(max(1, parsed.body_bytes // BYTES_PER_TOKEN), features)
 
 
+class Text(msgspec.Struct, frozen=True):
+    """A prompt that has to be tokenised; `special`: with what the model wants around it."""
+
+    text: str
+    special: bool = False
+
+
 class Tokeniser:
     """Owns one worker thread for long prompts; close it with `close`.
 
-    Without a tokenizer only token arrays are exact, everything else is guessed from its size.
+    Without a tokenizer only token arrays are exact, everything else is guessed from its size. What
+    prompts have in common with earlier ones is not tokenised again, where that gives the same.
     """
 
     def __init__(self, tokenizer: PromptTokenizer | None, max_prompt_tokens: int) -> None:
         self._tokenizer = tokenizer
+        self._memory: PromptMemory | None = None
+        self._adds_special = True
+        if tokenizer is not None and tokenizer.keeps_words_apart:
+            self._memory = PromptMemory()
+            self._adds_special = bool(tokenizer.encode("", True))
         self._max_prompt_tokens = max_prompt_tokens
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
 
@@ -73,25 +94,58 @@ class Tokeniser:
         """Tokenise and hash. Raises InvalidRequest for a prompt of the wrong type or length."""
         if self._tokenizer is None and parsed.api is Api.CHAT:
             return guess(parsed)  # whatever is in it: the engine is to judge that
+        loop = asyncio.get_running_loop()
+        if INLINE_BYTES < parsed.body_bytes <= REMEMBERED_BYTES and self._memory is not None:
+            return await self._remembered(self._memory, parsed, block_sizes, salt)
         if parsed.body_bytes <= INLINE_BYTES:
             return self._prompt(parsed, block_sizes, salt)
-        loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._prompt, parsed, block_sizes, salt)
 
     def _prompt(self, parsed: ParsedRequest, block_sizes: frozenset[int], salt: str) -> Prompt:
         ids, feature = self.token_ids(parsed)
         if ids is None:
             return guess(parsed, frozenset([feature] if feature else []))
-        if len(ids) > self._max_prompt_tokens:
-            name = "messages" if parsed.api is Api.CHAT else "prompt"
-            raise ContextTooLong(
-                f"{name}: the prompt has {len(ids)} tokens, more than the "
-                f"{self._max_prompt_tokens} that are accepted",
-                param=name,
-            )
+        self._check_length(parsed, len(ids))
         prefix = ids[:-1]  # the last prompt token is always computed by D
         chains = {size: block_chain(prefix, size, salt) for size in block_sizes if size > 0}
         return Prompt(len(ids), chains=chains, tokenised=True)
+
+    async def _remembered(
+        self, memory: PromptMemory, parsed: ParsedRequest, block_sizes: frozenset[int], salt: str
+    ) -> Prompt:
+        """Only what no earlier prompt began with is tokenised and hashed; much of it on the thread,
+        for here it would stall the event loop."""
+        loop = asyncio.get_running_loop()
+        try:
+            text = self._text(parsed)
+        except _NotTokenised as exc:
+            return guess(parsed, frozenset([exc.feature]))
+        if not isinstance(text, Text) or (text.special and self._adds_special):
+            return await loop.run_in_executor(self._thread, self._prompt, parsed, block_sizes, salt)
+        assert self._tokenizer is not None
+        walk = memory.walk(text.text)
+        work = partial(walk.work, self._tokenizer.encode, block_sizes, salt)
+        try:
+            if walk.unknown_chars <= INLINE_BYTES:
+                count, chains = work()
+            else:
+                count, chains = await loop.run_in_executor(self._thread, work)
+        except InvalidRequest:
+            if parsed.api is not Api.CHAT:
+                raise
+            return guess(parsed, frozenset(["template"]))
+        memory.keep(walk)
+        self._check_length(parsed, count)
+        return Prompt(count, chains=chains, tokenised=True)
+
+    def _check_length(self, parsed: ParsedRequest, tokens: int) -> None:
+        if tokens > self._max_prompt_tokens:
+            name = "messages" if parsed.api is Api.CHAT else "prompt"
+            raise ContextTooLong(
+                f"{name}: the prompt has {tokens} tokens, more than the "
+                f"{self._max_prompt_tokens} that are accepted",
+                param=name,
+            )
 
     async def ids(self, parsed: ParsedRequest) -> list[int]:
         """Token ids alone, on the worker thread. Raises InvalidRequest where there are none."""
@@ -106,13 +160,24 @@ class Tokeniser:
     def token_ids(self, parsed: ParsedRequest) -> tuple[list[int] | None, str]:
         """Token ids, or None and the feature that stands in the way (empty: no tokenizer)."""
         try:
-            if parsed.api is Api.CHAT:
-                return self._chat_ids(parsed)
-            return self._completion_ids(parsed)
+            text = self._text(parsed)
         except _NotTokenised as exc:
             return None, exc.feature
+        if not isinstance(text, Text):
+            return text, ""
+        assert self._tokenizer is not None
+        try:
+            return self._tokenizer.encode(text.text, text.special), ""
+        except InvalidRequest:
+            if parsed.api is not Api.CHAT:
+                raise
+            return None, "template"  # as with chats that our template refuses
 
-    def _chat_ids(self, parsed: ParsedRequest) -> tuple[list[int] | None, str]:
+    def _text(self, parsed: ParsedRequest) -> Text | list[int] | None:
+        """What is to be tokenised, or token ids that came as such; None without a tokenizer."""
+        return self._chat(parsed) if parsed.api is Api.CHAT else self._completion(parsed)
+
+    def _chat(self, parsed: ParsedRequest) -> Text | None:
         messages = parsed.decode("messages", list)
         tools = parsed.decode("tools", list)
         if messages is None or not all(isinstance(m, dict) for m in messages):
@@ -120,27 +185,26 @@ class Tokeniser:
         if any(_has_other_parts(message.get("content")) for message in messages):
             raise _NotTokenised("multimodal")
         if self._tokenizer is None:
-            return None, ""
+            return None
         try:
-            return self._tokenizer.encode_chat(messages, tools), ""
+            return Text(self._tokenizer.render_chat(messages, tools))
         except InvalidRequest as exc:
             # Refusing a chat is the engine's job; our template may differ from its own.
             raise _NotTokenised("template") from exc
 
-    def _completion_ids(self, parsed: ParsedRequest) -> tuple[list[int] | None, str]:
+    def _completion(self, parsed: ParsedRequest) -> Text | list[int] | None:
         prompt = parsed.decode("prompt", str | list)  # type: ignore[arg-type]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
             if len(prompt) > 1:
                 raise _NotTokenised("batch")
             prompt = prompt[0]
         if isinstance(prompt, list):
-            return _token_array(prompt), ""
+            return _token_array(prompt)
         if prompt is None:
             raise _NotTokenised("prompt_embeds")
         if self._tokenizer is None:
-            return None, ""
-        add_special = parsed.decode("add_special_tokens", bool)
-        return self._tokenizer.encode(prompt, add_special is not False), ""
+            return None
+        return Text(prompt, parsed.decode("add_special_tokens", bool) is not False)
 
 
 class _NotTokenised(Exception):

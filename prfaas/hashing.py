@@ -32,14 +32,18 @@ def block_hash(parent: BlockHash, tokens: Sequence[int] | np.ndarray) -> BlockHa
 def block_chain(tokens: Sequence[int], block_tokens: int, salt: str = "") -> list[BlockHash]:
     """Hashes of all whole blocks of `tokens`, in order; the partial last block has none."""
     data = np.asarray(tokens, dtype="<u4").tobytes()
+    return chain_on(root_hash(salt), data, block_tokens)[0]
+
+
+def chain_on(parent: BlockHash, data: bytes, block_tokens: int) -> tuple[list[BlockHash], bytes]:
+    """The same after `parent`, of token ids as bytes; and the bytes of the block not yet whole."""
     size = block_tokens * ID_BYTES
-    parent = root_hash(salt)
     chain: list[BlockHash] = []
     for start in range(0, len(data) - size + 1, size):
         block = data[start : start + size]
         parent = hashlib.blake2b(block, digest_size=HASH_BYTES, key=parent).digest()
         chain.append(parent)
-    return chain
+    return chain, data[len(chain) * size :]
 
 
 def cache_salt(secret: bytes, tenant: str, client_salt: str) -> str:

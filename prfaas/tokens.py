@@ -18,6 +18,7 @@ from prfaas.detokenizer import IncrementalDetokenizer, token_bytes
 from prfaas.errors import ConfigError, InvalidRequest
 from prfaas.gguf_file import GgufFile
 from prfaas.gguf_vocab import read_vocab
+from prfaas.word_bounds import keeps_words_apart
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer"]
 
@@ -32,7 +33,8 @@ class Tokenizer:
 
     `digest` names vocabulary, merges and special tokens; it is the same for a Hugging Face
     directory and a GGUF file of one tokenizer. `vocab_size` is the highest id + 1. `eos_ids` are
-    all the tokens that end an answer.
+    all the tokens that end an answer. `keeps_words_apart`: a text cut between words has the same
+    tokens in pieces (`prfaas.word_bounds`).
     """
 
     vocab_size: int
@@ -40,6 +42,7 @@ class Tokenizer:
     eos_ids: frozenset[int]
     special_ids: frozenset[int]
     digest: str
+    keeps_words_apart: bool
     _backend: tokenizers.Tokenizer = field(repr=False)
     _template: ChatTemplate = field(repr=False)
 
@@ -122,6 +125,7 @@ class Tokenizer:
             eos_ids=eos_ids,
             special_ids=special_ids,
             digest=_digest(used, merges, special_ids),
+            keeps_words_apart=keeps_words_apart(backend),
             _backend=backend,
             _template=template,
         )

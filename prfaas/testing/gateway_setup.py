@@ -24,15 +24,17 @@ CURVE = PrefillCurve(base_s=0.01, token_s=0.002, token_context_s=0.0, chunk_toke
 class ByteTokenizer:
     """One token for each byte; a chat is its contents, a line each, as in the scripted engine."""
 
+    keeps_words_apart = True
+
     def encode(self, text: str, add_special: bool = False) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(
+    def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
-        return self.encode("\n".join(str(m.get("content", "")) for m in messages))
+    ) -> str:
+        return "\n".join(str(m.get("content", "")) for m in messages)
 
 
 def d_engine(**fields: Any) -> EngineInfo:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from gateway.prompt_memory import PIECE_CHARS
 from gateway.schema import Api, ParsedRequest, parse
 from gateway.tokenise import BYTES_PER_TOKEN, INLINE_BYTES, Tokeniser
 from prfaas.errors import ContextTooLong, InvalidRequest
@@ -106,7 +107,7 @@ async def test_messages_of_the_wrong_type_are_refused_by_name(
 
 async def test_a_chat_the_template_refuses_is_the_engines_to_judge() -> None:
     class Strict(ByteTokenizer):
-        def encode_chat(self, messages, tools=None):
+        def render_chat(self, messages, tools=None):
             raise InvalidRequest("roles must alternate")
 
     tokeniser = Tokeniser(Strict(), 100)
@@ -142,9 +143,10 @@ async def test_long_prompts_leave_the_event_loop() -> None:
             return super().encode(text)
 
     tokeniser = Tokeniser(Noting(), 100_000)
+    threads.clear()
     try:
         await tokeniser.prompt(parsed(prompt="a" * 10), SIZES, "")
-        await tokeniser.prompt(parsed(prompt="a" * INLINE_BYTES), SIZES, "")
+        await tokeniser.prompt(parsed(prompt="a" * (INLINE_BYTES + 1)), SIZES, "")
     finally:
         tokeniser.close()
     assert threads[0] is threading.main_thread()
@@ -160,9 +162,55 @@ async def test_add_special_tokens_is_as_the_client_asks() -> None:
             return super().encode(text)
 
     tokeniser = Tokeniser(Noting(), 100)
+    asked.clear()
     try:
         await tokeniser.prompt(parsed(prompt="a"), SIZES, "")
         await tokeniser.prompt(parsed(prompt="a", add_special_tokens=False), SIZES, "")
     finally:
         tokeniser.close()
     assert asked == [True, False]
+
+
+@pytest.mark.parametrize("api", [Api.CHAT, Api.COMPLETIONS])
+async def test_what_a_prompt_shares_with_an_earlier_one_is_not_tokenised_again(api: Api) -> None:
+    encoded: list[str] = []
+
+    class Noting(ByteTokenizer):
+        def encode(self, text: str, add_special: bool = False) -> list[int]:
+            encoded.append(text)
+            return super().encode(text)
+
+    tokeniser = Tokeniser(Noting(), 100_000)
+    story = "once upon a time there was " * 1000
+    try:
+        for end in ("the end", "another end"):
+            encoded.clear()
+            text = story + end
+            asked = chat(text) if api is Api.CHAT else parsed(prompt=text)
+            prompt = await tokeniser.prompt(asked, SIZES, "salt")
+            ids = list(text.encode())
+            assert prompt.tokens == len(ids)
+            assert prompt.chains == {16: block_chain(ids[:-1], 16, "salt")}
+        assert sum(map(len, encoded)) < 2 * PIECE_CHARS
+        with pytest.raises(ContextTooLong, match="108000 tokens"):
+            await tokeniser.prompt(parsed(prompt=story * 4), SIZES, "")
+    finally:
+        tokeniser.close()
+
+
+async def test_a_text_that_cannot_be_tokenised_is_refused_only_where_it_is_no_chat() -> None:
+    class Refusing(ByteTokenizer):
+        def encode(self, text: str, add_special: bool = False) -> list[int]:
+            if text:
+                raise InvalidRequest("text has a lone surrogate")
+            return []
+
+    tokeniser = Tokeniser(Refusing(), 100_000)
+    try:
+        for size in (10, 2 * INLINE_BYTES, 3 * INLINE_BYTES):
+            prompt = await tokeniser.prompt(chat("a " * size), SIZES, "")
+            assert prompt.features == {"template"}
+            with pytest.raises(InvalidRequest):
+                await tokeniser.prompt(parsed(prompt="a " * size), SIZES, "")
+    finally:
+        tokeniser.close()
