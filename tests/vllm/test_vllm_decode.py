@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from signal import SIGSTOP
 from typing import Any
 
 import pytest
@@ -275,6 +276,7 @@ def test_refusals_are_typed_and_a_small_pool_serves_one_after_the_other(
     assert "read back other bytes" not in stack.log("d-agent")
     assert_nothing_left(stack)
 
+    stack.signal("p-engine", SIGSTOP)  # so that none of them is done when it dies
     with ThreadPoolExecutor(3) as pool:
         asking = pool.submit(remote, stack, make_prompt(1500, "refused"))
         chats = [pool.submit(chat, stack, 100, stream) for stream in (False, True)]
