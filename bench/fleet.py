@@ -64,8 +64,7 @@ async def _run(quick: bool) -> None:
     try:
         await FleetBench(report, directory, redis, quick).run()
         if redis is not None:
-            rounds, flood_s = (1, 10.0) if quick else (ROUNDS, 60.0)
-            await add_redis_rows(report, redis, directory, rounds, flood_s)
+            await add_redis_rows(report, redis, directory, 10.0 if quick else 60.0)
     finally:
         if redis is not None:
             await redis.stop()

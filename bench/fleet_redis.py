@@ -1,4 +1,4 @@
-"""What a shared Redis costs a request, and how exactly two gateways keep one budget through it."""
+"""What a shared Redis costs a decision, and how exactly two gateways keep one budget through it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import json
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from bench import gateway_routers
+from bench import gateway_routers, shared_state
 from bench.gateway_engine import MODEL
-from bench.gateway_load import CHAT, Driver, Load
-from bench.harness import Report, Samples, run_interleaved
+from bench.gateway_load import CHAT, Load
+from bench.harness import Report
 from gateway.upstream import HttpUpstream
 from prfaas.limits import Limits
 from prfaas.tenants import Tenant, TenantFile, new_key, save_tenants
@@ -34,9 +33,10 @@ _ONE = Load("one", 200, 1, 1000)
 
 
 async def add_redis_rows(
-    report: Report, redis: RedisServer, directory: Path, rounds: int, flood_s: float
+    report: Report, redis: RedisServer, directory: Path, flood_s: float
 ) -> None:
     """Both rows; the server stays up."""
+    await _added_p50(report)
     core = min(os.sched_getaffinity(0))
     engine = [sys.executable, "-m", "bench.gateway_engine"]
     async with gateway_routers.process(engine, directory / "engine.log", core, reads_line=True) as (
@@ -44,38 +44,19 @@ async def add_redis_rows(
         line,
     ):
         url = f"http://127.0.0.1:{line.split()[0]}"
-        await _added_p50(report, redis, directory, url, rounds)
         await _quota_error(report, redis, directory, url, flood_s)
 
 
-async def _added_p50(
-    report: Report, redis: RedisServer, directory: Path, engine: str, rounds: int
-) -> None:
-    sections = {"with": {"state": {"redis": redis.url(), "prefix": "p50"}}, "without": {}}
-    async with _gateways(report, directory, engine, sections) as urls, AsyncExitStack() as stack:
-        drivers = {name: Driver(url) for name, url in urls.items()}
-        for driver in drivers.values():
-            stack.push_async_callback(driver.close)
-
-        def arm(driver: Driver) -> Any:
-            async def run() -> float:
-                return statistics.median(await driver.run(_ONE)) * 1e6
-
-            return run
-
-        found = await run_interleaved(
-            {name: arm(driver) for name, driver in drivers.items()}, rounds, report.say
-        )
-    added = Samples(
-        tuple(a - b for a, b in zip(found["with"].values, found["without"].values, strict=True))
-    )
+async def _added_p50(report: Report) -> None:
+    with tempfile.TemporaryDirectory() as own:
+        alone, shared, exchanges = await shared_state.measure(Path(own))
+    medians = [statistics.median(took) for took in (alone, shared)]
     report.add(
         "redis_added_p50_us",
-        added.median,
+        medians[1] - medians[0],
         "us",
-        f"one client, {_ONE.requests} requests a round, P50 with Redis "
-        f"{found['with'].median:.0f} us, in memory {found['without'].median:.0f} us; "
-        f"{added.spread}",
+        f"{len(shared)} decisions each, in {shared_state.TURNS} turns: P50 {medians[0]:.2f} us in "
+        f"memory, {medians[1]:.2f} us beside {exchanges} exchanges",
     )
 
 
@@ -147,19 +128,7 @@ async def _gateways(
     core = max(os.sched_getaffinity(0))
 
     def command(name: str, port: int) -> list[str]:
-        settings = {
-            "config_version": 1,
-            "gateway": {
-                "host": "127.0.0.1",
-                "port": port,
-                "model": MODEL,
-                "engines": [{"name": "d-0", "url": engine}],
-                **sections[name],
-            },
-        }
-        path = directory / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(settings))
-        return [sys.executable, "-m", "prfaas", "gateway", "--config", str(path)]
+        return gateway_routers.ours(directory, port, engine, sections[name], name)
 
     commands = {name: partial(command, name) for name in sections}
     async with gateway_routers.running(commands, directory, core, report.say, key) as routers:

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +69,17 @@ def environment(name: str, say: Callable[[str], None]) -> Path | None:
     return python
 
 
-def ours(directory: Path, port: int, engine_url: str) -> list[str]:
-    """The gateway as it is shipped: routing, admission, limits, metrics, a log line a request."""
+def ours(
+    directory: Path,
+    port: int,
+    engine_url: str,
+    more: Mapping[str, object] | None = None,
+    name: str = "gateway",
+) -> list[str]:
+    """The gateway as it is shipped: routing, admission, limits, metrics, a log line a request.
+
+    `more`: settings over those; `name`: of its file, where there are several.
+    """
     settings = {
         "config_version": 1,
         "gateway": {
@@ -78,29 +87,11 @@ def ours(directory: Path, port: int, engine_url: str) -> list[str]:
             "port": port,
             "model": MODEL,
             "engines": [{"name": "d-0", "url": engine_url}],
+            **(more or {}),
         },
     }
-    path = directory / "gateway.yaml"
+    path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings))
-    return [sys.executable, "-m", "prfaas", "gateway", "--config", str(path)]
-
-
-def ours_placing(
-    directory: Path, port: int, engine_urls: Sequence[str], tokenizer: Path | None = None
-) -> list[str]:
-    """The same before two engines, so that it looks for the one that has a prompt's prefix: by
-    blocks of text, or with a tokenizer by the blocks of tokens that engines cache."""
-    settings: dict[str, object] = {
-        "host": "127.0.0.1",
-        "port": port,
-        "model": MODEL,
-        "engines": [{"name": f"d-{at}", "url": url} for at, url in enumerate(engine_urls)],
-        "tokenize_check_every": 0,
-    }
-    if tokenizer is not None:
-        settings["tokenizer"] = str(tokenizer)
-    path = directory / ("placing.yaml" if tokenizer is None else "exact.yaml")
-    path.write_text(yaml.safe_dump({"config_version": 1, "gateway": settings}))
     return [sys.executable, "-m", "prfaas", "gateway", "--config", str(path)]
 
 

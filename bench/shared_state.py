@@ -1,4 +1,4 @@
-"""What sharing a Redis adds to a decision, median of microseconds: `python -m bench.shared_state`.
+"""What sharing a Redis adds to a decision.
 
 One process, turn by turn: a gateway's door, snapshot and policy with a loop that exchanges with a
 redis-server of its own, and the same without. Both take a thousand decisions in a turn.
@@ -7,8 +7,6 @@ redis-server of its own, and the same without. Both take a thousand decisions in
 from __future__ import annotations
 
 import asyncio
-import statistics
-import tempfile
 import time
 from pathlib import Path
 
@@ -70,6 +68,7 @@ async def turn(decider: Decider) -> list[float]:
 
 
 async def measure(directory: Path) -> tuple[list[float], list[float], int]:
+    """Microseconds of each decision in memory and with Redis, and how many exchanges there were."""
     alone, shared = Decider(), Decider()
     async with redis_server(directory) as server:
         settings = StateSettings(redis=server.url())
@@ -91,18 +90,3 @@ async def measure(directory: Path) -> tuple[list[float], list[float], int]:
         await sync.close()
         done = registry.get_sample_value("prfaas_gateway_state_exchanges_total", {"result": "ok"})
     return in_memory, with_redis, int(done or 0)
-
-
-def main() -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        alone, shared, exchanges = asyncio.run(measure(Path(directory)))
-    for name, took in (("in memory", alone), ("with Redis", shared)):
-        took.sort()
-        p99 = took[len(took) * 99 // 100]
-        print(f"{name:<12} p50 {statistics.median(took):7.2f} us   p99 {p99:7.2f} us")
-    added = statistics.median(shared) - statistics.median(alone)
-    print(f"added p50 {added:.2f} us, {len(shared)} decisions, {exchanges} exchanges")
-
-
-if __name__ == "__main__":
-    main()
