@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +93,20 @@ def ours(
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(settings))
     return [sys.executable, "-m", "prfaas", "gateway", "--config", str(path)]
+
+
+def ours_placing(
+    directory: Path, port: int, engine_urls: Sequence[str], tokenizer: Path | None = None
+) -> list[str]:
+    """The same before two engines, so that it looks for the one that has a prompt's prefix: by
+    blocks of text, or with a tokenizer by the blocks of tokens that engines cache."""
+    more: dict[str, object] = {
+        "engines": [{"name": f"d-{at}", "url": url} for at, url in enumerate(engine_urls)],
+        "tokenize_check_every": 0,
+    }
+    if tokenizer is not None:
+        more["tokenizer"] = str(tokenizer)
+    return ours(directory, port, "", more, "placing" if tokenizer is None else "exact")
 
 
 def ours_offloading(
