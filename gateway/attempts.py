@@ -269,3 +269,12 @@ def _headers(inbound: Inbound) -> dict[str, str]:
         "x-request-id": inbound.request_id,
         "traceparent": inbound.trace.traceparent,
     }
+
+
+def note_answer(record: RequestRecord, answer: WholeAnswer | Relayed) -> None:
+    """How a request has ended, for its line in the log."""
+    if isinstance(answer, Relayed):
+        record.status, record.error = "200", answer.broken
+    else:
+        record.status = str(answer.status)
+        record.error = kind_in(answer.body) if answer.status >= 400 else ""

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 
 from gateway.admission import FallbackBudget
-from gateway.attempts import Attempts, answer_headers, kind_in, stream_headers
+from gateway.attempts import Attempts, answer_headers, note_answer, stream_headers
 from gateway.cluster_view import ClusterView
 from gateway.deadlines import Deadlines
 from gateway.dispatch import Dispatcher
@@ -118,7 +118,7 @@ class Generation:
             if not sink.started:
                 record.fail(error)
                 raise error from None
-            _note(record, await end_broken(sink, error))
+            note_answer(record, await end_broken(sink, error))
             return None
         except PrfaasError as exc:
             record.fail(exc)
@@ -127,7 +127,7 @@ class Generation:
             record.fail(PrfaasError("internal error"))
             raise
         else:
-            _note(record, answer)
+            note_answer(record, answer)
             if isinstance(answer, Relayed):
                 return None
             answer.headers.update(answer_headers(record))
@@ -218,11 +218,3 @@ class Generation:
         self._dispatcher.prefill_over(record)
         self._metrics.finished(record)
         self.outcomes.ended(record)
-
-
-def _note(record: RequestRecord, answer: WholeAnswer | Relayed) -> None:
-    if isinstance(answer, Relayed):
-        record.status, record.error = "200", answer.broken
-    else:
-        record.status = str(answer.status)
-        record.error = kind_in(answer.body) if answer.status >= 400 else ""

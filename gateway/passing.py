@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import msgspec
 
 from gateway.abilities import Abilities, Offer
-from gateway.attempts import BROKEN_STATUSES, RETRIED_STATUSES, kind_in, stream_headers
+from gateway.attempts import BROKEN_STATUSES, RETRIED_STATUSES, kind_in, note_answer, stream_headers
 from gateway.engines import Engine, Engines
 from gateway.event_relay import end_broken_events, relay_events
 from gateway.ids import Ids
@@ -92,12 +92,8 @@ class Passing:
             record.fail(PrfaasError("internal error"))
             raise
         else:
-            if isinstance(answer, Relayed):
-                record.status, record.error = "200", answer.broken
-                return None
-            record.status = str(answer.status)
-            record.error = kind_in(answer.body) if answer.status >= 400 else ""
-            return answer
+            note_answer(record, answer)
+            return answer if isinstance(answer, WholeAnswer) else None
         finally:
             record.committed = sink.started
             record.ended_at = self._clock.now()
