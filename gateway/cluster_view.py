@@ -197,6 +197,12 @@ class ClusterView:
         """What a snapshot says of `engine` itself, with ages as of now."""
         return self._local(engine, chains, self._clock.now())
 
+    def transfers(self, engine: str) -> int:
+        """Requests at `engine`, or on their way there, that wait for KV from a peer."""
+        feed = self.feeds.get(engine)
+        known = feed.engine.waiting_kv if feed is not None else 0
+        return known + self.sent.unshown(engine).transfers
+
     def _unshown(self, place: str) -> Unshown:
         return self.neighbours.unshown(place, self.sent.unshown(place))
 
@@ -266,7 +272,8 @@ class ClusterView:
         info, unshown = feed.engine, self._unshown(feed.place)
         return EngineLoad(
             queue_tokens=info.queue_tokens,
-            waiting=info.waiting,
+            # Who waits for KV alone is ahead of nobody who waits for an engine to compute.
+            waiting=max(0, info.waiting - info.waiting_kv),
             running=info.running,
             context_tokens=info.context_tokens,
             free_blocks=info.free_blocks,
@@ -325,6 +332,7 @@ def _load_changed(before: EngineInfo, after: EngineInfo) -> bool:
     return (
         before.queue_tokens != after.queue_tokens
         or before.waiting != after.waiting
+        or before.waiting_kv != after.waiting_kv
         or before.running != after.running
         or before.context_tokens != after.context_tokens
     )

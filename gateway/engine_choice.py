@@ -19,6 +19,8 @@ class EngineOption:
     local: LocalEngine
     recent_tokens: int = 0
     """Of the prompt, sent there of late: cached or soon to be."""
+    transfers: int = 0
+    """Requests there that wait for KV from a peer, and will decode with the rest."""
     usable: bool = True
     """It answers, is not draining, and its breaker is closed or waits for a trial."""
 
@@ -42,7 +44,7 @@ def rank_engines(
         local = option.local
         load = local.load
         cached = min(max(local.matched_tokens, option.recent_tokens), prompt_tokens)
-        busy = load.running + load.waiting + load.sent_requests
+        busy = load.running + load.waiting + load.sent_requests + option.transfers
         spread = hashlib.blake2b(f"{key}/{local.name}".encode(), digest_size=8).digest()
         if known and local.curve.known:
             ahead_s = local.curve.seconds(load.queue_tokens + load.sent_tokens)

@@ -170,6 +170,7 @@ class Engines:
             EngineOption(
                 self._view.local(engine.name, chains),
                 self.recent.match(engine.name, chain) * block_tokens,
+                self._view.transfers(engine.name),
                 self.usable(engine),
             )
             for engine in left

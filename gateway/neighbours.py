@@ -51,6 +51,7 @@ class Neighbours:
             own.requests + others.requests,
             own.raw_bytes + others.raw_bytes,
             own.wire_bytes + others.wire_bytes,
+            own.transfers,
         )
 
     def measured(self, peer: str, instance: str, state: LinkState, now: float) -> LinkState:

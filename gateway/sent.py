@@ -13,8 +13,11 @@ class Unshown:
 
     tokens: int = 0
     requests: int = 0
+    """Of which something is to be computed there."""
     raw_bytes: int = 0
     wire_bytes: int = 0
+    transfers: int = 0
+    """Requests of a D whose KV is to come."""
 
 
 @dataclass(slots=True)
@@ -35,7 +38,7 @@ class SentLedger:
     """Counts a dispatch from when it leaves until the load of its place includes it.
 
     A remote one has two halves: its tokens count at P until P's agent names the transfer, its bytes
-    on the link, and it as a request at D, until D's agent does. A local one has no transfer id, so
+    on the link, and it as a transfer to D, until D's agent does. A local one has no transfer id, so
     it counts until D reports a load that is clearly younger, or its first token comes. Keys are our
     own ids; nothing to close.
     """
@@ -71,6 +74,10 @@ class SentLedger:
 
     def shown_by_d(self, key: str) -> None:
         self._remove(self._bytes, key)
+
+    def only_d_knows(self, key: str) -> bool:
+        """D's agent has named this transfer, and P's has not."""
+        return key in self._tokens and key not in self._bytes
 
     def load_reported(self, engine: str, now: float) -> None:
         """D reported its load: what was sent well before is in it."""
@@ -121,9 +128,9 @@ class SentLedger:
         sums.tokens += sign * entry.tokens
         sums.raw_bytes += sign * entry.raw_bytes
         sums.wire_bytes += sign * entry.wire_bytes
-        if table is self._bytes:  # whose request is one of the engine's that waits for them
+        if table is self._bytes:
             self._staged[entry.engine] = self._staged.get(entry.engine, 0) + sign * entry.raw_bytes
-            self._sums[entry.engine].requests += sign
+            self._sums[entry.engine].transfers += sign
         else:
             sums.requests += sign
         for place in {entry.place, entry.engine} - {""}:

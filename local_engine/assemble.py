@@ -226,6 +226,7 @@ def _hello(
         ranks=[[0, max(group.kv_heads for group in model.layout.groups)]],
         epoch=epoch,
         paced=bool(model.paced),
+        max_running=settings.max_batch,
     )
 
 

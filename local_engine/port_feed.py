@@ -118,4 +118,5 @@ def _message(stats: EngineStats) -> Stats:
         prefill_token_s=stats.prefill_token_s,
         prefill_token_context_s=stats.prefill_token_context_s,
         draining=stats.draining,
+        waiting_kv=stats.waiting_kv,
     )

@@ -39,6 +39,10 @@ class EngineInfo:
     free_retention_bytes: int = 0
     """P's agent: bytes that new sessions may still reserve in retention."""
     roles: tuple[str, ...] = ()
+    waiting_kv: int = 0
+    """Of `waiting`: whose KV is brought to it, which waits for nothing to be computed."""
+    max_running: int = 0
+    """Sequences that it decodes at once; 0: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

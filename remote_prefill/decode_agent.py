@@ -169,7 +169,7 @@ class DecodeAgent:
         """Serve one engine connection until it ends."""
         vllm = vllm_beside(
             self.settings, conn, on_stats=self._mirror.stats, on_events=self._mirror.kv_events,
-            clock=self.clock,
+            clock=self.clock, fetches=lambda: self.open_fetches,
         )  # fmt: skip
         side = EngineSide(
             conn, self.limits.agent_max_sessions, self.limits.first_frame_timeout_s, vllm

@@ -108,6 +108,8 @@ class EngineMirror:
                 free_staging_bytes=self._free_staging(),
                 free_retention_bytes=self._free_retention(),
                 roles=tuple(hello.roles),
+                waiting_kv=stats.waiting_kv if stats else 0,
+                max_running=hello.max_running,
             )
         )
 

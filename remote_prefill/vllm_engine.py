@@ -55,7 +55,8 @@ class VllmSubmitter:
 class VllmEngine:
     """Owns the API and the feeds of one connection of one vLLM; `close` ends them.
 
-    `on_stats(None)` says that the load is not known any more.
+    `on_stats(None)` says that the load is not known any more; `fetches` counts the requests for
+    which the agent brings KV.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class VllmEngine:
         on_stats: Callable[[Stats | None], None],
         on_events: Callable[[KvEvents], None],
         clock: Clock,
+        fetches: Callable[[], int] = lambda: 0,
     ) -> None:
         self._settings = settings
         self._hello = hello
         self._on_stats = on_stats
         self._on_events = on_events
         self._clock = clock
+        self._fetches = fetches
         self.api = VllmApi(settings)
         self.submitter = VllmSubmitter(self.api, hello.model)
         self.index = VllmIndex(hello.block_tokens)
@@ -117,7 +120,7 @@ class VllmEngine:
                 if not calibrated:
                     await self._calibrate()
                     calibrated = True
-                self._on_stats(self._meter.stats(metrics))
+                self._on_stats(self._meter.stats(metrics, fetches=self._fetches()))
                 failures = 0
             except PrfaasError as exc:
                 failures += 1
@@ -195,6 +198,7 @@ def vllm_beside(
     on_stats: Callable[[Stats | None], None],
     on_events: Callable[[KvEvents], None],
     clock: Clock,
+    fetches: Callable[[], int] = lambda: 0,
 ) -> VllmEngine | None:
     """The vLLM that has connected, not started; None for an engine that says all on the port."""
     if settings.engine != "vllm":
@@ -206,7 +210,12 @@ def vllm_beside(
             )
         return None
     return VllmEngine(
-        settings.vllm, conn.hello, on_stats=on_stats, on_events=on_events, clock=clock
+        settings.vllm,
+        conn.hello,
+        on_stats=on_stats,
+        on_events=on_events,
+        clock=clock,
+        fetches=fetches,
     )
 
 

@@ -119,15 +119,16 @@ class LoadMeter:
         """The prefill curve as measured on an idle engine."""
         self._base_s, self._token_s = max(0.0, base_s), max(0.0, token_s)
 
-    def stats(self, now: VllmMetrics, *, total_blocks: int = 0) -> Stats:
-        """The load at this reading."""
+    def stats(self, now: VllmMetrics, *, total_blocks: int = 0, fetches: int = 0) -> Stats:
+        """The load at this reading, while the agent brings KV for `fetches` of what waits."""
         last, self._last = self._last, now
         if last is not None and not _restarted(last, now):
             self._follow(last, now)
         running, waiting = int(now.get("running")), int(now.get("waiting"))
         blocks = now.total_blocks or total_blocks
         used = round(now.usage * blocks)
-        queue_tokens = waiting * self._mean_prompt(now)
+        waiting_kv = min(waiting, fetches)
+        queue_tokens = (waiting - waiting_kv) * self._mean_prompt(now)
         return Stats(
             queue_tokens=int(queue_tokens),
             waiting=waiting,
@@ -139,6 +140,7 @@ class LoadMeter:
             prefill_base_s=self._base_s,
             prefill_token_s=self._token_s,
             prefill_token_context_s=0.0,
+            waiting_kv=waiting_kv,
         )
 
     def _follow(self, last: VllmMetrics, now: VllmMetrics) -> None:

@@ -151,7 +151,7 @@ class StateSync:
             self.address,
             quotas.claims(self._tenants(), now) if quotas is not None else {},
             {
-                place: Load(sum.tokens, sum.requests, sum.raw_bytes, sum.wire_bytes)
+                place: Load(sum.tokens, sum.requests + sum.transfers, sum.raw_bytes, sum.wire_bytes)
                 for place, sum in self._view.sent.sums().items()
             },
             tuple(self._links(now)),

@@ -46,6 +46,8 @@ def _engine_to_pb(value: EngineInfo) -> pb.EngineState:
         free_staging_bytes=value.free_staging_bytes,
         free_retention_bytes=value.free_retention_bytes,
         roles=value.roles,
+        waiting_kv=value.waiting_kv,
+        max_running=value.max_running,
     )
 
 
@@ -70,6 +72,8 @@ def _engine_from_pb(message: pb.EngineState) -> EngineInfo:
         free_staging_bytes=message.free_staging_bytes,
         free_retention_bytes=message.free_retention_bytes,
         roles=tuple(message.roles),
+        waiting_kv=message.waiting_kv,
+        max_running=message.max_running,
     )
 
 

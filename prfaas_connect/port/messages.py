@@ -64,6 +64,8 @@ class Hello(PortMessage):
     epoch: str
     """Random at each engine start; KV events of another epoch are void."""
     paced: bool = False
+    max_running: int = 0
+    """Sequences that it decodes at once; 0: it does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,9 @@ class Stats(PortMessage):
     prefill_token_s: float
     prefill_token_context_s: float
     draining: bool = False
+    waiting_kv: int = 0
+    """Of `waiting`: those whose KV is brought by the agent, so that nothing of them waits to be
+    computed."""
 
 
 @dataclass(frozen=True, slots=True)

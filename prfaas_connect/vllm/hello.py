@@ -89,7 +89,14 @@ def hello_of(
         tokenizer_digest=identity.tokenizer_digest,
         ranks=[[each.start, each.end] for each in ranges],
         epoch=epoch,
+        max_running=_max_running(vllm_config),
     )
+
+
+def _max_running(vllm_config: Any) -> int:
+    """0 where this version calls it by another name."""
+    scheduler = getattr(vllm_config, "scheduler_config", None)
+    return int(getattr(scheduler, "max_num_seqs", 0) or 0)
 
 
 def layout_of(vllm_config: Any, kv_cache_config: Any) -> KvLayout:

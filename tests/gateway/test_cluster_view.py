@@ -7,8 +7,9 @@ import pytest
 
 from gateway.breaker import FAILURES
 from gateway.cluster_view import NEVER, ClusterView, describe
+from policies.estimate import queue_seconds
 from prfaas.hashing import block_chain
-from prfaas.snapshot import Outcome, Snapshot
+from prfaas.snapshot import Outcome, PrefillCurve, Snapshot
 from prfaas.telemetry import EngineInfo, KvDelta, LinkInfo, WatchUpdate
 from prfaas.testing.clock import ManualClock
 from prfaas.testing.gateway_setup import (
@@ -202,6 +203,17 @@ def test_nothing_is_offloaded_once_the_agent_beside_the_engine_is_gone(view: Clu
     assert snap(view).local.load.age_s == 0
 
 
+def test_who_waits_for_kv_makes_nobody_ahead_shorter(view: ClusterView) -> None:
+    """A queue of one long prompt is not one of nine short ones."""
+    curve = PrefillCurve(0.01, 0.001, 1e-6, 256)
+    engine = d_engine(queue_tokens=9000, waiting=9, waiting_kv=8, running=0, curve=curve)
+    view.update(ENGINE, full(engine, link()))
+    view.sent.add_remote("t1", ENGINE, PLACE, 500, 500_000, 400_000, 0.0)
+    load = snap(view).local.load
+    assert queue_seconds(load, curve) == pytest.approx(curve.seconds(9000))
+    assert view.transfers(ENGINE) == 9
+
+
 def test_what_was_sent_counts_until_the_feeds_show_it(
     view: ClusterView, clock: ManualClock
 ) -> None:
@@ -215,7 +227,8 @@ def test_what_was_sent_counts_until_the_feeds_show_it(
     assert remote.free_retention_bytes == (1 << 30) - 500_000
     assert snapshot.local.free_staging_bytes == (1 << 30) - 500_000
     local = snapshot.local.load
-    assert (local.sent_tokens, local.sent_requests) == (300, 2)  # the other one comes there too
+    assert (local.sent_tokens, local.sent_requests) == (300, 1)
+    assert view.transfers(ENGINE) == 1  # the other one comes there too
 
     view.update(PLACE, WatchUpdate(1, False, started=("t1",)))
     view.update(ENGINE, WatchUpdate(1, False, started=("t1",)))

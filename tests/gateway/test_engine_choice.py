@@ -15,11 +15,13 @@ def option(
     *,
     matched: int = 0,
     recent: int = 0,
+    transfers: int = 0,
     usable: bool = True,
     curve: PrefillCurve = CURVE,
     **load: Any,
 ) -> EngineOption:
-    return EngineOption(LocalEngine(name, EngineLoad(**load), curve, matched), recent, usable)
+    local = LocalEngine(name, EngineLoad(**load), curve, matched)
+    return EngineOption(local, recent, transfers, usable)
 
 
 def order(*options: EngineOption, tokens: int = 1000, key: str = "k") -> list[str]:
@@ -50,6 +52,11 @@ def test_a_slightly_faster_engine_does_not_get_everything() -> None:
     full = option("a", curve=faster, running=20, waiting=30, decode_step_s=0.02)
     assert order(full, option("b", running=5, decode_step_s=0.02))[0] == "b"
     assert order(option("a", curve=faster), option("b", decode_step_s=0.02))[0] == "a"
+
+
+def test_who_waits_for_kv_will_decode_with_the_rest() -> None:
+    coming = option("a", transfers=8, decode_step_s=0.02)
+    assert order(coming, option("b", running=4, decode_step_s=0.02)) == ["b", "a"]
 
 
 def test_the_unusable_come_last_whatever_they_have() -> None:

@@ -24,7 +24,7 @@ def test_a_remote_dispatch_counts_at_p_and_on_the_link_apart() -> None:
     ledger = SentLedger(0.25)
     ledger.add_remote("t1", D, P, 500, raw_bytes=5000, wire_bytes=4000, now=1.0)
     assert ledger.unshown(P) == Unshown(500, 1, 5000, 4000)
-    assert ledger.unshown(D) == Unshown(requests=1)
+    assert ledger.unshown(D) == Unshown(transfers=1)
     ledger.shown_by_d("t1")
     assert ledger.unshown(D) == Unshown()
     assert ledger.unshown(P) == Unshown(tokens=500, requests=1)

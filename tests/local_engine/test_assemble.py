@@ -100,6 +100,7 @@ async def test_an_engine_introduces_itself_to_its_agent(tmp_path: Path, tiny_mod
     assert group.dtype == "float32"
     assert (hello.chunk_tokens, hello.block_tokens, hello.max_tokens) == (64, 8, 400)
     assert hello.roles == ["decode"]
+    assert hello.max_running == EngineSettings().max_batch
     assert hello.model == "served"
     assert hello.engine == f"embedded {package_version()}"
     assert hello.ranks == [[0, 2]]

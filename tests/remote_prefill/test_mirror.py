@@ -34,7 +34,13 @@ class Mirror:
 
     def connect(self, epoch: str) -> None:
         hello = SimpleNamespace(
-            chunk_tokens=256, model="m", block_tokens=16, epoch=epoch, paced=True, roles=["decode"]
+            chunk_tokens=256,
+            model="m",
+            block_tokens=16,
+            epoch=epoch,
+            paced=True,
+            roles=["decode"],
+            max_running=6,
         )
         conn: Any = SimpleNamespace(hello=hello, layout=SCRIPTED_LAYOUT)
         self.mirror.connected(conn)
@@ -47,7 +53,7 @@ class Mirror:
         return None if self.feed.index is None else self.feed.index.hashes
 
 
-STATS = Stats(10, 1, 2, 30, 40, 50, 0.02, 0.1, 0.2, 0.3)
+STATS = Stats(10, 1, 2, 30, 40, 50, 0.02, 0.1, 0.2, 0.3, waiting_kv=1)
 
 
 def test_stats_and_hello_make_the_engines_state() -> None:
@@ -59,6 +65,7 @@ def test_stats_and_hello_make_the_engines_state() -> None:
     assert (engine.name, engine.ready, engine.draining, engine.paced) == ("d0", True, False, True)
     assert (engine.queue_tokens, engine.waiting, engine.running) == (10, 1, 2)
     assert (engine.context_tokens, engine.free_blocks, engine.total_blocks) == (30, 40, 50)
+    assert (engine.max_running, engine.waiting_kv) == (6, 1)
     assert engine.curve == PrefillCurve(0.1, 0.2, 0.3, 256)
     assert (engine.token_bytes, engine.free_staging_bytes) == (SCRIPTED_LAYOUT.token_bytes, 100)
     m.free = 7

@@ -83,6 +83,14 @@ def test_present_names_give_the_load() -> None:
     assert stats.decode_step_s == 0
 
 
+@pytest.mark.parametrize(("fetches", "waiting_kv"), [(1, 1), (5, 2)])
+def test_what_waits_for_kv_is_no_prompt_to_compute(fetches: int, waiting_kv: int) -> None:
+    """A fetch may still be known here after vLLM has let its request go."""
+    stats = meter().stats(parse_metrics(PRESENT), fetches=fetches)
+    assert (stats.waiting, stats.waiting_kv) == (2, waiting_kv)
+    assert stats.queue_tokens == (2 - waiting_kv) * 250
+
+
 def test_old_names_give_the_load_too() -> None:
     load = meter()
     stats = load.stats(parse_metrics(OLD))

@@ -291,7 +291,7 @@ class PrefillCurve(_message.Message):
     def __init__(self, base_s: _Optional[float] = ..., token_s: _Optional[float] = ..., token_context_s: _Optional[float] = ..., chunk_tokens: _Optional[int] = ...) -> None: ...
 
 class EngineState(_message.Message):
-    __slots__ = ("name", "ready", "draining", "queue_tokens", "waiting", "running", "context_tokens", "free_blocks", "total_blocks", "decode_step_s", "curve", "model", "block_tokens", "token_bytes", "epoch", "paced", "free_staging_bytes", "free_retention_bytes", "roles")
+    __slots__ = ("name", "ready", "draining", "queue_tokens", "waiting", "running", "context_tokens", "free_blocks", "total_blocks", "decode_step_s", "curve", "model", "block_tokens", "token_bytes", "epoch", "paced", "free_staging_bytes", "free_retention_bytes", "roles", "waiting_kv", "max_running")
     NAME_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
@@ -311,6 +311,8 @@ class EngineState(_message.Message):
     FREE_STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     FREE_RETENTION_BYTES_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_KV_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     name: str
     ready: bool
     draining: bool
@@ -330,7 +332,9 @@ class EngineState(_message.Message):
     free_staging_bytes: int
     free_retention_bytes: int
     roles: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., ready: bool = ..., draining: bool = ..., queue_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., context_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., decode_step_s: _Optional[float] = ..., curve: _Optional[_Union[PrefillCurve, _Mapping]] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., token_bytes: _Optional[int] = ..., epoch: _Optional[str] = ..., paced: bool = ..., free_staging_bytes: _Optional[int] = ..., free_retention_bytes: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ...) -> None: ...
+    waiting_kv: int
+    max_running: int
+    def __init__(self, name: _Optional[str] = ..., ready: bool = ..., draining: bool = ..., queue_tokens: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., context_tokens: _Optional[int] = ..., free_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., decode_step_s: _Optional[float] = ..., curve: _Optional[_Union[PrefillCurve, _Mapping]] = ..., model: _Optional[str] = ..., block_tokens: _Optional[int] = ..., token_bytes: _Optional[int] = ..., epoch: _Optional[str] = ..., paced: bool = ..., free_staging_bytes: _Optional[int] = ..., free_retention_bytes: _Optional[int] = ..., roles: _Optional[_Iterable[str]] = ..., waiting_kv: _Optional[int] = ..., max_running: _Optional[int] = ...) -> None: ...
 
 class KvIndexDelta(_message.Message):
     __slots__ = ("engine", "epoch", "cleared", "stored", "removed")

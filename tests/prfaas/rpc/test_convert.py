@@ -189,6 +189,8 @@ def test_watch_updates_come_out_equal() -> None:
                 free_staging_bytes=1 << 33,
                 free_retention_bytes=1 << 34,
                 roles=("prefill", "decode"),
+                waiting_kv=1,
+                max_running=32,
             ),
         ),
         kv=(KvDelta("e", "x", True, (b"1" * 16, b"2" * 16), (b"3" * 16,)),),

@@ -50,6 +50,13 @@ def test_roles_are_vllm_s(role: str, decodes: bool) -> None:
     assert ("decode" in hello(config_of(role)).roles) == decodes
 
 
+def test_it_says_how_many_it_decodes_at_once() -> None:
+    config = config_of()
+    assert hello(config).max_running == 0
+    config.scheduler_config = SimpleNamespace(max_num_seqs=256)
+    assert hello(config).max_running == 256
+
+
 @pytest.mark.parametrize(("served", "name"), [(["a", "b"], "a"), ("c", "c"), (None, "fake")])
 def test_the_model_is_called_as_vllm_serves_it(served: Any, name: str) -> None:
     config = config_of()
