@@ -123,7 +123,7 @@ class LocalEngine(Value, frozen=True):
     offload_ready: bool = True
     """Its agent is connected and the engine speaks KvPort."""
     instances: int = 1
-    """Engines behind the one queue that `load` is a share of."""
+    """Engines behind the one queue that `load` is a share of, what was sent since included."""
 
 
 class RemoteInstance(Value, frozen=True):
@@ -139,7 +139,7 @@ class RemoteInstance(Value, frozen=True):
     free_retention_bytes: int = 0
     ready: bool = True
     instances: int = 1
-    """Engines behind the one queue that `load` is a share of."""
+    """Engines behind the one queue that `load` is a share of, what was sent since included."""
 
 
 class Snapshot(Value, frozen=True):

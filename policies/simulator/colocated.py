@@ -79,6 +79,7 @@ class ColocatedNode:
             len(self._batch),
             self._batch.context_tokens,
             self._batch.step_s,
+            int(self.free),
         )
 
     @property

@@ -129,8 +129,8 @@ class _Split:
         self._decode.put(job)
 
     def report(self) -> Load:
-        tokens, waiting, _, _, _ = self._pool.report()
-        return tokens, waiting, 0, 0, self._decode.step_s
+        tokens, waiting, _, _, _, free = self._pool.report()
+        return tokens, waiting, 0, 0, self._decode.step_s, free
 
     def busy_s(self) -> tuple[float, float]:
         return self._pool.busy_s, self._decode.busy_s
@@ -196,7 +196,7 @@ class _Colocated:
         self._emptiest().put_arrived(job)
 
     def report(self) -> Load:
-        return self._emptiest().report()
+        return (*self._emptiest().report()[:5], self.free())
 
     def busy_s(self) -> tuple[float, float]:
         return (
@@ -233,5 +233,5 @@ class _Colocated:
 
 
 def _load(node: ColocatedNode) -> tuple[int, int]:
-    tokens, _, running, _, _ = node.report()
+    tokens, _, running, *_ = node.report()
     return tokens, running

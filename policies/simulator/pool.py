@@ -10,8 +10,9 @@ from policies.simulator.job import Job
 from policies.simulator.order import Key
 from prfaas.profile import Profile
 
-Load = tuple[int, int, int, int, float]
-"""Queue tokens, waiting prompts, running sequences, their context tokens, decode step seconds."""
+Load = tuple[int, int, int, int, float, int]
+"""Queue tokens, waiting prompts, running sequences, their context tokens, decode step seconds, and
+how many instances are free."""
 
 
 class PrefillPool:
@@ -71,7 +72,7 @@ class PrefillPool:
         an instance is free."""
         running = self._running
         if len(running) < self.instances and not self._queue:
-            return 0, 0, 0, 0, 0.0
+            return 0, 0, 0, 0, 0.0, self.instances - len(running)
         now = self._loop.now
         left = 0.0
         for start, end, tokens in running.values():
@@ -79,7 +80,7 @@ class PrefillPool:
                 left += tokens * (end - now) / (end - start)
         prompts = len(self._queue) + len(running)
         tokens = int(self._queued_tokens + left) // self.instances
-        return tokens, max(1, round(prompts / self.instances)), 0, 0, 0.0
+        return tokens, max(1, round(prompts / self.instances)), 0, 0, 0.0, 0
 
     def fail(self) -> list[Job]:
         """All instances stop: what ran and what waited, in order of arrival."""

@@ -124,7 +124,9 @@ class View:
             self._show(self._report(), self._loop.now)
         load = self._local_load
         if load is None:
-            load = self._local_load = self._engine_load(self._visible[0], self._sent_local, 0.0)
+            load = self._local_load = self._engine_load(
+                self._visible[0], self._sent_local, self._local_instances, 0.0
+            )
         local = LocalEngine(
             "d",
             load,
@@ -144,7 +146,7 @@ class View:
                     peer,
                     name,
                     LinkClass.WAN,
-                    self._remote_load(peer, name),
+                    self._remote_load(peer, name, place.pool.instances),
                     site.profile.curve,
                     matched[peer],
                     self._link_state(site),
@@ -219,12 +221,15 @@ class View:
             loads[index], links[index] = report[1][index], report[2][index]
         self._visible = (report[0], tuple(loads), tuple(links))
 
-    def _remote_load(self, peer: str, instance: str) -> EngineLoad:
+    def _remote_load(self, peer: str, instance: str, instances: int) -> EngineLoad:
         load = self._loads.get((peer, instance))
         if load is None or load.age_s > 0:
             index, at = self._at[peer, instance]
             load = self._engine_load(
-                self._visible[1][index][at], self._sent[peer, instance], self._age_s(peer)
+                self._visible[1][index][at],
+                self._sent[peer, instance],
+                instances,
+                self._age_s(peer),
             )
             self._loads[peer, instance] = load
         return load
@@ -253,16 +258,24 @@ class View:
         return self._loop.now - self._fresh[peer]
 
     @staticmethod
-    def _engine_load(load: Load, sent: _Sent, age_s: float) -> EngineLoad:
-        tokens, waiting, running, context, step_s = load
+    def _engine_load(load: Load, sent: _Sent, instances: int, age_s: float) -> EngineLoad:
+        """As of one of the instances behind a queue: its share of what was sent to all of them, and
+        nothing while one of them is free."""
+        tokens, waiting, running, context, step_s, free = load
+        sent_tokens, sent_requests = sent.tokens, sent.requests
+        if sent_requests < free:
+            sent_tokens = sent_requests = 0
+        elif instances > 1 and sent_requests:
+            sent_tokens //= instances
+            sent_requests = max(1, round(sent_requests / instances))
         return EngineLoad(
             queue_tokens=tokens,
             waiting=waiting,
             running=running,
             context_tokens=context,
             decode_step_s=step_s,
-            sent_tokens=sent.tokens,
-            sent_requests=sent.requests,
+            sent_tokens=sent_tokens,
+            sent_requests=sent_requests,
             age_s=age_s,
         )
 

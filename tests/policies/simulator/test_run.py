@@ -452,3 +452,36 @@ def test_policies_see_how_many_nodes_serve_a_queue(site: Any) -> None:
     site.peer = {"instances": 2}
     simulate(*site.scenario(), [Request(0, 0.0, 100, 1)], Looks(PolicySettings()))
     assert seen == [(3, 2)]
+
+
+def test_between_reports_a_place_shows_its_share_of_what_was_sent(site: Any) -> None:
+    """All that was sent, beside a queue that is one node's share, looks like a queue so many times
+    as long: in a burst everything would leave."""
+    seen: list[tuple[int, int]] = []
+
+    class Looks(AlwaysLocal):
+        def decide(self, request: RequestFacts, snapshot: Snapshot, state: None) -> Decision:
+            load = snapshot.local.load
+            seen.append((load.queue_tokens + load.sent_tokens, load.waiting + load.sent_requests))
+            return super().decide(request, snapshot, state)
+
+    site.local = {"instances": 5, "prefill_instances": 4}
+    site.rest["telemetry"] = {"interval_s": 10.0}
+    burst = [Request(i, 0.0, 1001, 1) for i in range(10)]
+    simulate(*site.scenario(), burst, Looks(PolicySettings()))
+    assert seen[:4] == [(0, 0)] * 4, "as long as a node is free"
+    assert seen[4:] == [(i * 1000 // 4, round(i / 4)) for i in range(4, 10)]
+
+
+@pytest.mark.parametrize(("here", "there"), [(1, 1), (8, 1), (1, 8), (8, 4)])
+@pytest.mark.parametrize("policy", ["least_ttft", "priced"])
+def test_a_burst_within_one_report_is_split_as_with_reports_at_once(
+    site: Any, policy: str, here: int, there: int
+) -> None:
+    site.local = {"instances": here + 1, "prefill_instances": here}
+    site.peer = {"instances": there}
+    burst = [Request(i, 0.0, 1001, 1) for i in range(16 * (here + there))]
+    always = site.run(burst, policy)
+    site.rest["telemetry"] = {"interval_s": 10.0}
+    seldom = site.run(burst, policy)
+    assert max(ttft(seldom)) <= 1.2 * max(ttft(always))
