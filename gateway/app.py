@@ -32,7 +32,7 @@ from gateway.metrics import GatewayMetrics, LiveSources
 from gateway.passing import Passing
 from gateway.records import RecordBook
 from gateway.request_spans import RequestSpans
-from gateway.state.starting import state_of
+from gateway.state.starting import prefixes_of, state_of
 from gateway.tenancy.tenancy import tenancy_of
 from gateway.tokenise import PromptTokenizer, Tokeniser
 from gateway.tokenizer_check import TokenizerCheck
@@ -91,7 +91,8 @@ class Gateway:
         self.budget = FallbackBudget(limits.fallback_budget_tokens)
         self.records = RecordBook(limits.outcome_history, clock)
         self._tokeniser = Tokeniser(tokenizer, limits.max_prompt_tokens)
-        self.engines = Engines({}, self.view, limits, clock, self._engine_changed)
+        prefixes = prefixes_of(gateway, clock, store)
+        self.engines = Engines({}, self.view, limits, clock, self._engine_changed, prefixes)
         self.tokenizer_check = TokenizerCheck(
             self._tokeniser, self.engines.any_upstream, gateway.tokenize_check_every, limits
         )
@@ -117,7 +118,14 @@ class Gateway:
             spans,
         )
         self.state = state_of(
-            gateway.state, self.view, self.tenancy, self.policy, self.metrics.state, clock, store
+            gateway.state,
+            self.view,
+            self.tenancy,
+            self.policy,
+            self.metrics.state,
+            clock,
+            store,
+            prefixes,
         )
         self.abilities = Abilities(limits, clock)
         self.discovery = Discovery(gateway, limits, self._members_changed, self.metrics)

@@ -9,7 +9,13 @@ from gateway.cluster_view import ClusterView
 from gateway.engine_choice import EngineOption, rank_engines
 from gateway.engine_probe import EngineProbe
 from gateway.outliers import Outliers
-from gateway.recent_prefixes import TEXT_BLOCK_TOKENS, RecentPrefixes
+from gateway.recent_prefixes import (
+    TEXT_BLOCK_TOKENS,
+    RecentPrefixes,
+    shared_text_chain,
+    text_chain,
+)
+from gateway.shared_prefixes import SharedPrefixes
 from gateway.tokenise import Chains
 from gateway.turns import Turns
 from gateway.upstream import Upstream
@@ -96,8 +102,11 @@ class Engines:
         limits: Limits,
         clock: Clock,
         on_change: Callable[[Engine], None],
+        shared: SharedPrefixes | None = None,
     ) -> None:
+        """`shared`: what other gateways sent where."""
         self._view = view
+        self._shared = shared
         self._limits = limits
         self._clock = clock
         self.breakers = view.breakers
@@ -134,7 +143,7 @@ class Engines:
         if self._engines.get(engine.name) is engine:
             del self._engines[engine.name]
             self.breakers.engines.pop(engine.name, None)
-            self.recent.forget(engine.name)
+            self._lost_cache(engine)
             self.outliers.left(engine.name)
 
     @property
@@ -166,10 +175,11 @@ class Engines:
         if len(left) < 2:
             return left[0] if left else None
         block_tokens, chain = coarsest(chains, texts)
+        names = self._names(left, block_tokens, chain)
         options = [
             EngineOption(
                 self._view.local(engine.name, chains),
-                self.recent.match(engine.name, chain) * block_tokens,
+                self._recent_tokens(engine, block_tokens, chain, names),
                 self._view.transfers(engine.name),
                 self.usable(engine),
             )
@@ -202,9 +212,42 @@ class Engines:
         if len(self._engines) < 2:
             return 0
         block_tokens, chain = coarsest(chains, texts)
-        known = self.recent.match(engine.name, chain) * block_tokens
+        names = self._names([engine], block_tokens, chain)
+        known = self._recent_tokens(engine, block_tokens, chain, names)
         self.recent.sent(engine.name, chain)
+        if names and self._shared is not None:
+            self._shared.sent(engine.name, names)
         return known
+
+    def texts(self, body: bytes, salt: str) -> list[int]:
+        """Blocks of the text of a request that was not tokenised."""
+        return (text_chain if self._shared is None else shared_text_chain)(body, salt)
+
+    def _names(
+        self, engines: Collection[Engine], block_tokens: int, chain: Sequence[Hashable]
+    ) -> list[bytes]:
+        """What gateways call its blocks; none where the engines tell what they have."""
+        if self._shared is None or all(self._view.cache_known(each.name) for each in engines):
+            return []
+        return self._shared.names(block_tokens, chain)
+
+    def _recent_tokens(
+        self,
+        engine: Engine,
+        block_tokens: int,
+        chain: Sequence[Hashable],
+        names: Sequence[bytes],
+    ) -> int:
+        """Of the prompt, sent there of late by this gateway or another one."""
+        own = self.recent.match(engine.name, chain) * block_tokens
+        if self._shared is None or not names or self._view.cache_known(engine.name):
+            return own
+        return max(own, self._shared.tokens(block_tokens, self._shared.match(engine.name, names)))
+
+    def _lost_cache(self, engine: Engine) -> None:
+        self.recent.forget(engine.name)
+        if self._shared is not None:
+            self._shared.cleared(engine.name)
 
     def failed(self, engine: Engine) -> None:
         """It could not answer: no connection, a broken one, an error of its own."""
@@ -243,7 +286,7 @@ class Engines:
 
     def _changed(self, engine: Engine) -> None:
         if not engine.probe.reachable:  # whatever comes back has nothing cached
-            self.recent.forget(engine.name)
+            self._lost_cache(engine)
             self.outliers.forget(engine.name)
         elif self.turns is not None:
             self.turns.look()

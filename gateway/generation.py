@@ -19,7 +19,6 @@ from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.outcomes import Outcomes
 from gateway.quality import salt_of
-from gateway.recent_prefixes import text_chain
 from gateway.records import RecordBook, RequestRecord
 from gateway.relay import ClientSink, Relayed, WholeAnswer, end_broken, end_refused
 from gateway.request_spans import RequestSpans
@@ -158,7 +157,7 @@ class Generation:
         prompt = guess(parsed) if stays else await self._prompt(parsed, salt)
 
         if not prompt.chains and not short and len(self._engines) > 1:
-            prompt = msgspec.structs.replace(prompt, texts=text_chain(parsed.body, salt))
+            prompt = msgspec.structs.replace(prompt, texts=self._engines.texts(parsed.body, salt))
 
         # 3. to 7. in `Attempts`, for one engine after the other.
         job = Job(inbound, parsed, prompt, salt, sink, record, short)

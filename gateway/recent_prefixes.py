@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, TypeVar
 
 from prfaas.clock import Clock
+
+T = TypeVar("T", bound=Hashable)
 
 TEXT_BLOCK_BYTES, TEXT_BLOCK_TOKENS = 1024, 256
 """Of a prompt that nobody has tokenised, and about so many tokens."""
@@ -26,23 +31,39 @@ class RecentPrefixes:
         self._clock = clock
         self._max_blocks = max_blocks
         self._ttl_s = ttl_s
-        self._engines: dict[str, OrderedDict[Hashable, float]] = {}
+        self._engines: dict[str, OrderedDict[Any, float]] = {}
 
-    def sent(self, engine: str, chain: Sequence[Hashable]) -> None:
-        """A prompt with these blocks goes to `engine`."""
+    def sent(self, engine: str, chain: Sequence[T], age_s: float = 0.0) -> list[T]:
+        """A prompt with these blocks went to `engine`, so long ago; those that had not just before,
+        the last first.
+        """
         blocks = self._engines.setdefault(engine, OrderedDict())
-        until = self._clock.now() + self._ttl_s
+        until = self._clock.now() + self._ttl_s - age_s
         young = until - self._ttl_s / 10  # what was sent just before is not made younger again
+        made: list[T] = []
         for block in reversed(chain):  # the first blocks are the youngest: they are shared most
             if blocks.get(block, 0.0) < young:
                 blocks[block] = until
                 blocks.move_to_end(block)
+                made.append(block)
         while len(blocks) > self._max_blocks:
             blocks.popitem(last=False)
+        return made
 
     def forget(self, engine: str) -> None:
         """Its cache is gone."""
         self._engines.pop(engine, None)
+
+    def clear(self) -> None:
+        self._engines.clear()
+
+    def newest(self, limit: int) -> list[tuple[str, list[Any]]]:
+        """By engine what was sent there, the youngest last; `limit` of all together."""
+        share = limit // max(1, len(self._engines))
+        return [
+            (engine, list(islice(reversed(blocks), share))[::-1])
+            for engine, blocks in self._engines.items()
+        ]
 
     def blocks(self, engine: str) -> int:
         return len(self._engines.get(engine, ()))
@@ -66,10 +87,26 @@ def text_chain(body: bytes, salt: str) -> list[int]:
     Each stands for all before it too. Python's own hash is keyed anew in each process, and a tenth
     of the work of a cryptographic one; this chain never leaves the process, and proves nothing.
     """
-    start = max(body.find(b'"messages"'), body.find(b'"prompt"'), 0)
     chain: list[int] = []
     before = hash(salt)
-    for at in range(start, len(body) - TEXT_BLOCK_BYTES + 1, TEXT_BLOCK_BYTES):
+    for at in _text_blocks(body):
         before = hash((before, body[at : at + TEXT_BLOCK_BYTES]))
         chain.append(before)
     return chain
+
+
+def shared_text_chain(body: bytes, salt: str) -> list[int]:
+    """The same in every gateway."""
+    state = blake2b(salt.encode(), digest_size=8)
+    chain: list[int] = []
+    text = memoryview(body)
+    for at in _text_blocks(body):
+        state.update(text[at : at + TEXT_BLOCK_BYTES])
+        chain.append(int.from_bytes(state.digest(), "little"))
+    return chain
+
+
+def _text_blocks(body: bytes) -> range:
+    """Where they begin."""
+    start = max(body.find(b'"messages"'), body.find(b'"prompt"'), 0)
+    return range(start, len(body) - TEXT_BLOCK_BYTES + 1, TEXT_BLOCK_BYTES)

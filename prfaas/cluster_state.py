@@ -64,6 +64,34 @@ class SharedPolicy(msgspec.Struct, frozen=True):
     text: str
 
 
+PREFIX_NAME_BYTES = 8
+"""Of one block of a prompt, by a name that only gateways with the same secret can give it."""
+PREFIX_TTL_S = 600.0
+"""What was sent to an engine so long ago may be gone from its cache."""
+PREFIX_BATCHES = 512
+"""A store keeps so many batches of all gateways together, the oldest go first."""
+PREFIX_READ = 64
+"""And tells so many in one exchange."""
+
+
+class PrefixDelta(msgspec.Struct, frozen=True, array_like=True):
+    """What a gateway sent to one engine of late."""
+
+    engine: str
+    names: bytes = b""
+    """Of blocks of prompts, PREFIX_NAME_BYTES each; the last of a prompt first."""
+    cleared: bool = False
+    """Before these: the engine has nothing any more of what anybody sent there."""
+
+
+class HeardPrefixes(msgspec.Struct, frozen=True):
+    """What another gateway told in one exchange, so long ago."""
+
+    sender: str
+    age_s: float
+    deltas: tuple[PrefixDelta, ...]
+
+
 class Report(msgspec.Struct, frozen=True):
     """What one gateway says."""
 
@@ -78,6 +106,10 @@ class Report(msgspec.Struct, frozen=True):
     """The newest that it knows."""
     publish: str | None = None
     """Text of a policy that all are to take over."""
+    prefixes: tuple[PrefixDelta, ...] = ()
+    """What it has not told yet, in order."""
+    prefixes_since: int | None = None
+    """`prefixes_seq` of the answer before; None: it wants to hear of none."""
 
 
 class Shared(msgspec.Struct, frozen=True):
@@ -92,6 +124,12 @@ class Shared(msgspec.Struct, frozen=True):
     """Of the buckets that have changed since, this report's spends included."""
     policy: SharedPolicy | None
     """Where it is newer than what was known."""
+    prefixes: tuple[HeardPrefixes, ...] = ()
+    """The others' since then, in order, PREFIX_READ batches at most."""
+    prefixes_seq: int = 0
+    """As far as this tells."""
+    prefixes_gap: bool = False
+    """Some that came between are not kept any more: what was heard before may be wrong."""
 
 
 class ClusterStore(Protocol):

@@ -184,6 +184,11 @@ class StateSettings(Section):
         False,
         description="A policy file that changes at one gateway while it runs is taken over by all.",
     )
+    share_prefixes: bool = Field(
+        True,
+        description="Tell each other what was sent to engines that publish no cache events; needs "
+        "the same `gateway.cache_secret` at all.",
+    )
 
 
 class DnsEngines(Section):

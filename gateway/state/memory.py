@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import uuid
+from collections import deque
+from itertools import islice
 
 from prfaas.clock import Clock
 from prfaas.cluster_state import (
+    PREFIX_BATCHES,
+    PREFIX_READ,
+    PREFIX_TTL_S,
     BucketKey,
+    HeardPrefixes,
     Member,
+    PrefixDelta,
     Report,
     Shared,
     SharedPolicy,
@@ -45,6 +52,10 @@ class MemoryStore:
         self._members: dict[str, tuple[float, Member]] = {}
         self._buckets: dict[BucketKey, _Bucket] = {}
         self._policy = SharedPolicy(0, "")
+        self._prefixes: deque[tuple[float, str, tuple[PrefixDelta, ...]]] = deque(
+            maxlen=PREFIX_BATCHES
+        )
+        self._prefixes_seq = 0
 
     async def exchange(self, report: Report) -> Shared:
         now = self._clock.now()
@@ -68,13 +79,38 @@ class MemoryStore:
                 bucket.refill(now)
                 levels[key] = bucket.level
         known = report.policy_version if report.epoch == self._epoch else 0
+        if report.prefixes:
+            self._prefixes_seq += 1
+            self._prefixes.append((now, report.member.id, report.prefixes))
+        prefixes, upto, gap = self._prefixes_for(report, now)
         return Shared(
             self._epoch,
             self._seq,
             tuple(member for _, member in self._members.values()),
             levels,
             self._policy if self._policy.version > known else None,
+            prefixes,
+            upto,
+            gap,
         )
+
+    def _prefixes_for(
+        self, report: Report, now: float
+    ) -> tuple[tuple[HeardPrefixes, ...], int, bool]:
+        """The next of what others told, how far it goes, and whether some is missing before."""
+        newest = self._prefixes_seq
+        if report.prefixes_since is None:
+            return (), newest, False
+        same = report.epoch == self._epoch
+        first = newest - len(self._prefixes)
+        since = max(report.prefixes_since if same else 0, first)
+        read = list(islice(self._prefixes, since - first, since - first + PREFIX_READ))
+        heard = tuple(
+            HeardPrefixes(sender, now - at, deltas)
+            for at, sender, deltas in read
+            if sender != report.member.id and now - at < PREFIX_TTL_S
+        )
+        return heard, since + len(read), same and report.prefixes_since < first
 
     async def leave(self, member_id: str) -> None:
         self._members.pop(member_id, None)

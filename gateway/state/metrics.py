@@ -43,6 +43,18 @@ class StateMetrics(Collector):
             "How often the store had lost what it knew.",
             registry=registry,
         )
+        self._prefix_names = Counter(
+            "prfaas_gateway_state_prefix_names",
+            "Prefixes of prompts (one for 256 tokens) that this gateway `told` the others it sent "
+            "to engines without cache events, or `heard` from them.",
+            ("direction",),
+            registry=registry,
+        )
+        self._prefix_resets = Counter(
+            "prfaas_gateway_state_prefix_resets",
+            "How often all heard prefixes were forgotten, because some had been missed.",
+            registry=registry,
+        )
         self._seconds = Histogram(
             "prfaas_gateway_state_exchange_seconds",
             "An exchange with the store; no request waits for one.",
@@ -62,6 +74,15 @@ class StateMetrics(Collector):
 
     def lost(self) -> None:
         self._losses.inc()
+
+    def prefixes(self, told: int, heard: int, reset: bool) -> None:
+        """What one exchange carried."""
+        if told:
+            self._prefix_names.labels("told").inc(told)
+        if heard:
+            self._prefix_names.labels("heard").inc(heard)
+        if reset:
+            self._prefix_resets.inc()
 
     def collect(self) -> Iterable[Metric]:
         up = GaugeMetricFamily(

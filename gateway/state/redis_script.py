@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-KEYS = ("members", "infos", "buckets", "changed", "policy", "meta")
+from prfaas.cluster_state import PREFIX_BATCHES, PREFIX_READ, PREFIX_TTL_S
+
+KEYS = ("members", "infos", "buckets", "changed", "policy", "meta", "prefixes")
 """In the order in which the script takes them, each behind the prefix."""
 
-EXCHANGE = """
-local members, infos, buckets, changed, policy, meta = unpack(KEYS)
+_EXCHANGE = """
+local members, infos, buckets, changed, policy, meta, prefixes = unpack(KEYS)
 local ask = cjson.decode(ARGV[1])
 local t = redis.call('TIME')
 -- Milliseconds of Redis's own clock: those of gateways may differ.
@@ -32,7 +34,7 @@ local function refilled(stored)
   return math.min(tonumber(capacity), level + gained)
 end
 
-for i = 3, #ARGV, 5 do
+for i = 4, #ARGV, 5 do
   local key, capacity, rate = ARGV[i], tonumber(ARGV[i + 1]), ARGV[i + 2]
   local spent, level = tonumber(ARGV[i + 3]), tonumber(ARGV[i + 4])
   local stored = redis.call('HGET', buckets, key)
@@ -53,8 +55,36 @@ local version = tonumber(redis.call('HGET', policy, 'version') or '0')
 if version > (same and ask.policy_version or 0) then
   answer[3], answer[4] = tostring(version), redis.call('HGET', policy, 'text')
 end
+-- Batches of prefixes: a log with numbers that leave out none, so that a gap is seen.
+local newest = tonumber(redis.call('HGET', meta, 'prefixes') or '0')
+if ARGV[3] ~= '' then
+  newest = redis.call('HINCRBY', meta, 'prefixes', 1)
+  local head = string.format('%.0f|%.0f|%s|', newest, now, ask.id)
+  redis.call('ZADD', prefixes, newest, head .. ARGV[3])
+  for _, old in ipairs(redis.call('ZRANGEBYSCORE', prefixes, '-inf', newest - BATCHES)) do
+    redis.call('ZREM', prefixes, old)
+  end
+  redis.call('PEXPIRE', prefixes, PREFIX_TTL_MS)
+end
+local batches, upto, gap = {}, newest, '0'
+if ask.prefixes_since then
+  local from = same and ask.prefixes_since or 0
+  if same and from < newest - BATCHES then gap = '1' end
+  local found = redis.call(
+    'ZRANGEBYSCORE', prefixes, '(' .. string.format('%.0f', from), '+inf', 'LIMIT', 0, READ)
+  for _, batch in ipairs(found) do
+    local seq, at, id = string.match(batch, '^(%d+)|(%d+)|([^|]*)|')
+    if #found == READ then upto = tonumber(seq) end
+    if id and id ~= ask.id then
+      batches[#batches + 1] = string.format('%.0f|', now - at) .. string.sub(batch, #seq + #at + 3)
+    end
+  end
+end
+answer[5], answer[6], answer[7] = string.format('%.0f', upto), gap, tostring(#batches)
+for _, batch in ipairs(batches) do answer[#answer + 1] = batch end
+
 local told = redis.call('HVALS', infos)
-answer[5] = tostring(#told)
+answer[#answer + 1] = tostring(#told)
 for _, info in ipairs(told) do answer[#answer + 1] = info end
 local since = same and ask.since or 0
 for _, key in ipairs(redis.call('ZRANGEBYSCORE', changed, '(' .. since, '+inf')) do
@@ -66,9 +96,15 @@ for _, key in ipairs(redis.call('ZRANGEBYSCORE', changed, '(' .. since, '+inf'))
 end
 
 -- What nobody touches for days is gone: longer than the slowest bucket takes to be full again.
-for _, key in ipairs(KEYS) do redis.call('PEXPIRE', key, 172800000) end
+for i = 1, 6 do redis.call('PEXPIRE', KEYS[i], 172800000) end
 return answer
 """
+
+EXCHANGE = (
+    _EXCHANGE.replace("BATCHES", str(PREFIX_BATCHES))
+    .replace("READ", str(PREFIX_READ))
+    .replace("PREFIX_TTL_MS", str(int(PREFIX_TTL_S * 1000)))
+)
 
 LEAVE = """
 redis.call('ZREM', KEYS[1], ARGV[1])

@@ -6,6 +6,7 @@ import asyncio
 import ssl
 import uuid
 from collections.abc import Awaitable
+from itertools import islice
 from typing import Any, cast
 
 import msgspec
@@ -15,7 +16,16 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from gateway.state.redis_script import EXCHANGE, KEYS, LEAVE
-from prfaas.cluster_state import BucketKey, Member, Report, Shared, SharedPolicy
+from prfaas.cluster_state import (
+    PREFIX_TTL_S,
+    BucketKey,
+    HeardPrefixes,
+    Member,
+    PrefixDelta,
+    Report,
+    Shared,
+    SharedPolicy,
+)
 from prfaas.errors import ConfigError, StateUnavailable
 from prfaas.settings import StateSettings
 
@@ -37,6 +47,8 @@ class RedisStore:
         self._keys = [f"{{{settings.prefix}}}:{name}" for name in KEYS]
         self._encoder = msgspec.json.Encoder()
         self._member = msgspec.json.Decoder(Member)
+        self._packer = msgspec.msgpack.Encoder()
+        self._deltas = msgspec.msgpack.Decoder(tuple[PrefixDelta, ...])
         options: dict[str, Any] = {}
         url = settings.redis.get_secret_value()
         if url.startswith("rediss://"):
@@ -83,9 +95,12 @@ class RedisStore:
         }
         if report.publish is not None:
             ask["publish"] = report.publish
+        if report.prefixes_since is not None:
+            ask["prefixes_since"] = report.prefixes_since
         arguments: list[bytes | str] = [
             self._encoder.encode(ask),
             self._encoder.encode(report.member),
+            self._packer.encode(report.prefixes) if report.prefixes else b"",
         ]
         for spend in report.spends:
             rate_per_ms = spend.capacity / spend.period_s / 1000
@@ -124,9 +139,11 @@ class RedisStore:
     def _shared(self, answer: Any) -> Shared:
         """Raises StateUnavailable where it makes no sense."""
         try:
-            epoch, seq, version, text, count = answer[:5]
-            rest = answer[5:]
-            told, levels = rest[: int(count)], rest[int(count) :]
+            parts = iter(answer)
+            epoch, seq, version, text, upto, gap, batches = islice(parts, 7)
+            prefixes = list(islice(parts, int(batches)))
+            told = list(islice(parts, int(next(parts))))
+            levels = list(parts)
             policy = SharedPolicy(int(version), text.decode()) if int(version) else None
             return Shared(
                 epoch.decode(),
@@ -137,8 +154,11 @@ class RedisStore:
                     for name, level in zip(levels[::2], levels[1::2], strict=True)
                 },
                 policy,
+                tuple(heard for batch in prefixes if (heard := self._prefixes_in(batch))),
+                int(upto),
+                gap == b"1",
             )
-        except (ValueError, TypeError, AttributeError, msgspec.MsgspecError) as exc:
+        except (StopIteration, ValueError, TypeError, AttributeError, msgspec.MsgspecError) as exc:
             raise StateUnavailable("Redis holds what no gateway of this version wrote") from exc
 
     def _member_in(self, at: int, info: bytes) -> Member:
@@ -147,6 +167,16 @@ class RedisStore:
             return self._member.decode(info)
         except msgspec.MsgspecError:
             return Member(f"unreadable-{at}")
+
+    def _prefixes_in(self, batch: bytes) -> HeardPrefixes | None:
+        """None where they are too old, or another version wrote them."""
+        age_ms, sender, packed = batch.split(b"|", 2)
+        age_s = int(age_ms) / 1000
+        try:
+            deltas = self._deltas.decode(packed)
+        except msgspec.MsgspecError:
+            return None
+        return HeardPrefixes(sender.decode(), age_s, deltas) if age_s < PREFIX_TTL_S else None
 
 
 def _key(name: bytes) -> BucketKey:

@@ -6,13 +6,14 @@ from collections.abc import Iterable
 
 from gateway.cluster_view import ClusterView
 from gateway.live_policy import LivePolicy
+from gateway.shared_prefixes import SharedPrefixes
 from gateway.state.metrics import StateMetrics
 from gateway.state.sync import StateSync
 from gateway.tenancy.tenancy import Tenancy
 from prfaas.clock import Clock
 from prfaas.cluster_state import ClusterStore
 from prfaas.errors import ConfigError
-from prfaas.settings import StateSettings
+from prfaas.settings import GatewaySettings, StateSettings
 from prfaas.tenants import Tenant
 
 
@@ -24,6 +25,7 @@ def state_of(
     metrics: StateMetrics,
     clock: Clock,
     store: ClusterStore | None = None,
+    prefixes: SharedPrefixes | None = None,
 ) -> StateSync | None:
     """None where the gateway is alone. `store` in place of Redis. Raises ConfigError."""
     if store is None:
@@ -43,6 +45,21 @@ def state_of(
         policy if settings.share_policy else None,
         metrics,
         clock,
+        prefixes,
+    )
+
+
+def prefixes_of(
+    settings: GatewaySettings, clock: Clock, store: ClusterStore | None = None
+) -> SharedPrefixes | None:
+    """None where the gateway is alone, or has no secret to name prefixes with."""
+    secret = settings.cache_secret.get_secret_value()
+    state = settings.state
+    shares = store is not None or state.redis is not None
+    return (
+        SharedPrefixes(secret.encode(), clock)
+        if shares and state.share_prefixes and secret
+        else None
     )
 
 

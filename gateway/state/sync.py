@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from gateway.cluster_view import ClusterView
+from gateway.shared_prefixes import SharedPrefixes
 from gateway.state.metrics import StateMetrics
 from gateway.tenancy.quotas import Quotas
 from prfaas.clock import Clock
@@ -52,8 +53,9 @@ class StateSync:
         policy: PolicyExchange | None,
         metrics: StateMetrics,
         clock: Clock,
+        prefixes: SharedPrefixes | None = None,
     ) -> None:
-        """`quotas` None: nobody is told apart. `policy` None: it is not shared."""
+        """`quotas` None: nobody is told apart. `policy` and `prefixes` None: not shared."""
         self._settings = settings
         self._store = store
         self._view = view
@@ -62,6 +64,8 @@ class StateSync:
         self._policy = policy
         self._metrics = metrics
         self._clock = clock
+        self._prefixes = prefixes
+        self._prefixes_seq = 0
         self.id = uuid.uuid4().hex
         self.address = ""
         self._epoch = ""
@@ -115,10 +119,10 @@ class StateSync:
         try:
             shared = await self._store.exchange(report)
         except StateUnavailable as exc:
-            self._failed(exc, report.spends, started)
+            self._failed(exc, report, started)
             return
         except BaseException:
-            self._untold(report.spends)
+            self._untold(report)
             raise
         self._metrics.exchanged("ok", self._clock.now() - started)
         if report.publish is not None and report.publish == self._publish:
@@ -164,6 +168,8 @@ class StateSync:
             self._seq,
             self._policy_version,
             self._publish,
+            () if self._prefixes is None else self._prefixes.report(),
+            None if self._prefixes is None else self._prefixes_seq,
         )
 
     def _links(self, now: float) -> Iterable[LinkSample]:
@@ -198,6 +204,7 @@ class StateSync:
                 self._publish = self._publish or self._own_text
                 self._most_until = now + self._settings.member_ttl_s
             self._policy_version = 0
+        self._take_prefixes(shared)
         self._epoch, self._seq = shared.epoch, shared.seq
         self._heard_at, self._failures = now, 0
         there = max(1, len(shared.members))
@@ -219,10 +226,25 @@ class StateSync:
             if self._policy is not None and shared.policy.text != report.publish:
                 await self._policy.adopt(shared.policy.text)
 
-    def _failed(self, exc: StateUnavailable, spends: Iterable[Spend], started: float) -> None:
+    def _take_prefixes(self, shared: Shared) -> None:
+        prefixes = self._prefixes
+        if prefixes is None:
+            return
+        told = prefixes.told()
+        lost = bool(self._epoch) and shared.epoch != self._epoch
+        if lost or shared.prefixes_gap:
+            prefixes.reset()
+        if lost:
+            prefixes.tell_again()
+        known = {engine.name for engine in self._view.engines}
+        heard = prefixes.take(shared.prefixes, known)
+        self._prefixes_seq = shared.prefixes_seq
+        self._metrics.prefixes(told, heard, lost or shared.prefixes_gap)
+
+    def _failed(self, exc: StateUnavailable, report: Report, started: float) -> None:
         now = self._clock.now()
         self._metrics.exchanged("failed", now - started)
-        self._untold(spends)
+        self._untold(report)
         self._failures += 1
         long_ago = self.age_s > max(DOWN_AFTER_S, 3 * self._settings.interval_s)
         if self._failures >= 3 and long_ago and (self._up or self._failures == 3):
@@ -239,6 +261,8 @@ class StateSync:
             if self.age_s > self._settings.member_ttl_s:
                 self._view.neighbours.forget()
 
-    def _untold(self, spends: Iterable[Spend]) -> None:
+    def _untold(self, report: Report) -> None:
         if self._quotas is not None:
-            self._quotas.unreport(spends)
+            self._quotas.unreport(report.spends)
+        if self._prefixes is not None:
+            self._prefixes.untold()

@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 
 from prfaas.cluster_state import (
+    PREFIX_BATCHES,
+    PREFIX_READ,
     BucketKey,
     ClusterStore,
     LinkSample,
     Load,
     Member,
+    PrefixDelta,
     Report,
     Shared,
     Spend,
@@ -44,7 +47,14 @@ class Gateway:
         self.heard: Shared | None = None
         self.policy_version = 0
 
-    async def tell(self, *spends: Spend, publish: str | None = None, **fields: Any) -> Shared:
+    async def tell(
+        self,
+        *spends: Spend,
+        publish: str | None = None,
+        prefixes: tuple[PrefixDelta, ...] = (),
+        hears: bool = True,
+        **fields: Any,
+    ) -> Shared:
         before = self.heard
         report = Report(
             Member(self.name, **fields),
@@ -54,6 +64,8 @@ class Gateway:
             before.seq if before is not None else 0,
             self.policy_version,
             publish,
+            prefixes,
+            (before.prefixes_seq if before is not None else 0) if hears else None,
         )
         self.heard = await self.store.exchange(report)
         if self.heard.policy is not None:
@@ -213,3 +225,56 @@ class ClusterStateContract:
 
         await asyncio.gather(*map(use, gateways))
         assert (await gateways[0].tell(spend(0))).levels[TOKENS] == pytest.approx(60, abs=0.1)
+
+    async def test_prefixes_reach_the_others_once_and_in_order(self, store: ClusterStore) -> None:
+        a, b, deaf = (Gateway(store, name) for name in ("a", "b", "deaf"))
+        first = (PrefixDelta("d-0", bytes(range(256))), PrefixDelta("d-1", b"", True))
+        second = (PrefixDelta("d-1", b"|1|2|%\x00\n"),)
+        assert (await a.tell(prefixes=first)).prefixes == (), "it knows what it said"
+        await a.tell(prefixes=second)
+        heard = await b.tell()
+        assert [batch.sender for batch in heard.prefixes] == ["a", "a"]
+        assert [batch.deltas for batch in heard.prefixes] == [first, second]
+        assert not heard.prefixes_gap
+        assert (await b.tell()).prefixes == ()
+        assert (await deaf.tell(hears=False)).prefixes == ()
+        await b.tell(prefixes=first)
+        assert [batch.deltas for batch in (await a.tell()).prefixes] == [first]
+
+    async def test_prefixes_are_as_old_as_they_are(self, store: ClusterStore) -> None:
+        a, b = Gateway(store, "a"), Gateway(store, "b")
+        await a.tell(prefixes=(PrefixDelta("d-0", b"8 bytes."),))
+        await self.let_pass(0.3)
+        [batch] = (await b.tell()).prefixes
+        assert 0.29 < batch.age_s < 60
+
+    async def test_who_starts_late_hears_the_newest_prefixes_and_not_too_many_at_once(
+        self, store: ClusterStore
+    ) -> None:
+        a, slow = Gateway(store, "a"), Gateway(store, "slow")
+        await slow.tell()
+        told = PREFIX_BATCHES + 10
+        for number in range(told):
+            await a.tell(prefixes=(PrefixDelta("d-0", number.to_bytes(8, "little")),))
+        late = Gateway(store, "late")
+        heard = await late.tell()
+        assert not heard.prefixes_gap, "it knew nothing that could be wrong"
+        numbers: list[int] = []
+        while heard.prefixes:
+            assert len(heard.prefixes) <= PREFIX_READ
+            numbers += [int.from_bytes(b.deltas[0].names, "little") for b in heard.prefixes]
+            heard = await late.tell()
+        assert numbers == list(range(10, told))
+        assert (await slow.tell()).prefixes_gap
+        assert not (await slow.tell()).prefixes_gap, "once"
+
+    async def test_a_loss_takes_the_prefixes_too(self, store: ClusterStore) -> None:
+        a, b = Gateway(store, "a"), Gateway(store, "b")
+        delta = PrefixDelta("d-0", b"8 bytes.")
+        await a.tell(prefixes=(delta,))
+        await b.tell()
+        await self.forget(store)
+        heard = await b.tell()
+        assert (heard.prefixes, heard.prefixes_seq, heard.prefixes_gap) == ((), 0, False)
+        await a.tell(prefixes=(delta,))
+        assert [batch.deltas for batch in (await b.tell()).prefixes] == [(delta,)]
