@@ -83,7 +83,9 @@ class CodecWork:
         """With their references; only made where something is still to be measured."""
         following = self._sizes.following
         return [
-            prompt(self._loaded.model, self.tape(number), tokens[-following:], free=True)
+            prompt(
+                self._loaded.model, self.tape(number), tokens[-following:], free=self._sizes.free
+            )
             for number, tokens in enumerate(self._tokens)
         ]
 
@@ -103,7 +105,8 @@ class CodecWork:
 
         sample = through(codec, self.tape(0).kv, spans)
         made = hashlib.blake2b(sample.kv.view(torch.uint16).numpy().tobytes()).hexdigest()
-        return Measured(**self._kept(name, (made, sample.nbytes, codec.name), compute))
+        key = (made, sample.nbytes, codec.name, self._sizes.free)
+        return Measured(**self._kept(name, key, compute))
 
     def _kept(self, what: str, key: tuple[object, ...], compute: Callable[[], Any]) -> Any:
         file = self._file(what, repr(key), repr(self._tokens), suffix="json")
@@ -126,5 +129,5 @@ class CodecWork:
 def _sources() -> str:
     """What decides what a calibration is: how it is made, and what classes and codecs are."""
     folder = Path(kv_calibration.__path__[0])
-    files = [*sorted(folder.glob("*.py")), Path(gate.__file__)]
-    return "\0".join([str(transform.DEAD), *(file.read_text() for file in files)])
+    constants = [str(transform.DEAD), repr(gate.BOUNDS)]
+    return "\0".join([*constants, *(file.read_text() for file in sorted(folder.glob("*.py")))])

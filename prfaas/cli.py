@@ -268,15 +268,28 @@ def check_host(rate: str, rtt: float, connections: int, as_json: bool) -> None:
 )
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Of torch.")
 def calibrate_kv(
-    model: Path, out: Path, text: Path | None, evaluation_text: Path | None, threads: int
+    model: Path,
+    out: Path,
+    text: Path | None,
+    evaluation_text: Path | None,
+    model_identity: str,
+    threads: int,
 ) -> None:
     """Calibrate lossy KV codecs for a model, and measure what they do to its answers."""
+@click.option("--model-identity", default="", help="What engines state; default: computed digest.")
     import torch
 
     from local_engine.kv_calibration.run import calibrate
 
     torch.set_num_threads(threads)
-    calibrate(model, out, click.echo, learn_text=text, evaluation_text=evaluation_text)
+    calibrate(
+        model,
+        out,
+        click.echo,
+        learn_text=text,
+        evaluation_text=evaluation_text,
+        model_identity=model_identity,
+    )
 
 
 @cli.group("config")

@@ -16,7 +16,6 @@ from prfaas.codecs.calibration import Measured
 from prfaas.layout import GroupKind, LayerGroup
 
 CHUNK_TOKENS = 256
-FREE_TOKENS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +33,12 @@ class Prompt:
     free_reference: Tensor | None = None
 
 
-def prompt(
-    model: LlamaModel, tape: Tape, following: Sequence[int], *, free: bool = False
-) -> Prompt:
-    """A prompt with its references."""
+def prompt(model: LlamaModel, tape: Tape, following: Sequence[int], *, free: int = 0) -> Prompt:
+    """A prompt with its references, and `free` greedy tokens."""
     reference = continued(model, tape.kv, following)
     if not free:
         return Prompt(tape, tuple(following), reference)
-    run = [following[0], *free_running(model, tape.kv, following[0], FREE_TOKENS - 1)]
+    run = [following[0], *free_running(model, tape.kv, following[0], free - 1)]
     return Prompt(tape, tuple(following), reference, tuple(run), continued(model, tape.kv, run))
 
 
@@ -126,7 +123,9 @@ def measure(
     spans: Sequence[tuple[int, int]],
     floor: float,
 ) -> Measured:
-    """All that the gate wants to know of a codec; `spans`: layers of its tiles."""
+    """All that the gate wants to know of a codec; `spans`: layers of its tiles. Raises ValueError
+    where no prompt has greedy tokens.
+    """
     kls, same, free = [], [], []
     raw = encoded = 0
     coded_all: list[Coded] = []
@@ -140,14 +139,16 @@ def measure(
         if p.free_reference is not None:
             free.append(kl(p.free_reference, continued(model, coded.kv, p.free)))
         coded_all.append(coded)
-    every = torch.cat(kls)
+    if not free:
+        raise ValueError("nothing to measure free running on")
+    forced, greedy = torch.cat(kls), torch.cat(free)
     return Measured(
-        positions=len(every),
-        kl=float(every.mean()),
-        kl_p99=float(every.quantile(0.99)),
+        positions=len(forced),
+        kl=float(forced.mean()),
+        kl_p99=float(max(forced.quantile(0.99), greedy.quantile(0.99))),
         top1=float(torch.cat(same).float().mean()),
         top1_floor=floor,
         nmse_max=worst_tensor(prompts, coded_all),
         ratio=raw / encoded,
-        free_running_kl=float(torch.cat(free).mean()) if free else 0.0,
+        free_running_kl=float(greedy.mean()),
     )

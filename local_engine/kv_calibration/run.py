@@ -31,8 +31,8 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """How much text, in tokens: prompts to learn from, to tune steps on and to evaluate on;
-    `following` positions are measured behind each of the latter two. Noise is measured on the
-    beginning of the first `noise_prompts` of those to tune on.
+    `following` positions are measured behind each of the latter two, and `free` greedy ones behind
+    the last. Noise is measured on the beginning of the first `noise_prompts` of those to tune on.
     """
 
     learn: tuple[int, ...]
@@ -42,6 +42,7 @@ class Sizes:
     noise_prompts: int = 2
     noise_tokens: int = 512
     noise_positions: int = 160
+    free: int = 64
 
 
 FULL = Sizes((2048,) * 6, (1024,) * 3, (512, 1024, 640, 768, 1536, 512, 2048, 896, 4000, 512, 1280))
@@ -54,9 +55,12 @@ def calibrate(
     *,
     learn_text: Path | None = None,
     evaluation_text: Path | None = None,
+    model_identity: str = "",
     sizes: Sizes = FULL,
 ) -> Calibration:
-    """Calibrate a model and write `out`. Raises ConfigError for what is not to be had."""
+    """Calibrate a model and write `out`. `model_identity`: what its engines state, if they do.
+    Raises ConfigError for what is not to be had.
+    """
     if native is None:
         raise ConfigError("calibrated codecs need the C extension, which was not built here")
     loaded = load_model(model_path)
@@ -67,6 +71,9 @@ def calibrate(
         calibration = learn(loaded, text, sizes, say)
         others = [texts.read_text(evaluation_text)] if evaluation_text else texts.evaluation_texts()
         calibration = evaluated(loaded, calibration, others, sizes, say)
+    if model_identity:
+        header = replace(calibration.header, model_identity=model_identity)
+        calibration = replace(calibration, header=header)
     calibration.save(out)
     say(f"written: {out} (digest {calibration.digest})")
     return calibration
@@ -124,7 +131,7 @@ def evaluated(
 def evaluation_prompts(loaded: LoadedModel, sources: Sequence[str], sizes: Sizes) -> list[Prompt]:
     """Prompts of these lengths, from one source after the other."""
     return [
-        _prompt(loaded.model, ids, sizes.following, free=True)
+        _prompt(loaded.model, ids, sizes.following, free=sizes.free)
         for ids in evaluation_tokens(loaded, sources, sizes)
     ]
 
@@ -145,7 +152,7 @@ def noise_floor(loaded: LoadedModel, prompts: Sequence[Prompt]) -> float:
     return top1_floor(loaded.model, list(zip(prompts, exact, strict=True)))
 
 
-def _prompt(model: LlamaModel, ids: Sequence[int], following: int, *, free: bool = False) -> Prompt:
+def _prompt(model: LlamaModel, ids: Sequence[int], following: int, *, free: int = 0) -> Prompt:
     """All but the last `following` tokens, and those behind them."""
     return prompt(model, record(model, ids[:-following]), ids[-following:], free=free)
 

@@ -12,6 +12,7 @@ from prfaas.check.dial import Refused, ask, reach
 from prfaas.check.findings import Findings
 from prfaas.check.tls_part import certified, own_files
 from prfaas.codecs.calibration import Calibration
+from prfaas.codecs.gate import why_not
 from prfaas.dialling import checked_endpoint
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.settings import (
@@ -105,11 +106,23 @@ def _listens(settings: AgentSettings | PrefillSettings, section: str, findings: 
     if settings.codec_calibration is not None:
         key = f"{section}.codec_calibration"
         try:
-            Calibration.load(settings.codec_calibration)
+            calibration = Calibration.load(settings.codec_calibration)
         except (PrfaasError, OSError) as exc:
             findings.fail(key, str(exc), "`prfaas calibrate-kv` makes one, the same for D and P")
         else:
-            findings.ok(key, f"{settings.codec_calibration} loads")
+            _rungs(key, calibration, findings)
+
+
+def _rungs(key: str, calibration: Calibration, findings: Findings) -> None:
+    """Which lossy codecs are offered, and why others are not."""
+    rungs = calibration.header.rungs
+    wrong = {rung.codec: why for rung in rungs if (why := why_not(rung))}
+    missing = "; ".join(f"{name} is not: {', '.join(why)}" for name, why in wrong.items())
+    if len(wrong) == len(rungs):
+        findings.warn(key, missing or "no codec in it", "without a lossy codec it is of no use")
+        return
+    offered = ", ".join(rung.codec for rung in rungs if rung.codec not in wrong)
+    findings.ok(key, f"{offered} offered" + (f"; {missing}" if missing else ""))
 
 
 def _congestion(wanted: str, findings: Findings) -> None:

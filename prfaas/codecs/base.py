@@ -128,7 +128,7 @@ class Codec(Protocol):
 
     @property
     def model_identity(self) -> str:
-        """The model it is calibrated for; empty: any."""
+        """The model it is calibrated for or was measured on; empty: any."""
         ...
 
     @property

@@ -36,7 +36,9 @@ class Measured:
 
     positions: int
     kl: float
+    """Mean over the text that follows the prompts."""
     kl_p99: float
+    """Of that text, or of greedy continuations where it is larger there."""
     top1: float
     """Share of positions where the most likely token is the same."""
     top1_floor: float
@@ -45,15 +47,15 @@ class Measured:
     """Of the worst tensor (layer, K or V): squared error over variance of its channels."""
     ratio: float
     """Raw over encoded bytes."""
-    free_running_kl: float = 0.0
-    """Mean KL over greedy continuations of bf16 KV."""
+    free_running_kl: float
+    """Mean over greedy continuations of bf16 KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
     """One codec of a calibration. `columns` are kept of each layer group's K and V basis; none:
-    channel by channel, without a basis. A codec that needs no calibration (int8) is here for what
-    was measured of it alone.
+    channel by channel, without a basis. int8, which takes nothing out of a calibration, is here for
+    what was measured of it alone.
     """
 
     codec: str
@@ -181,10 +183,9 @@ class Calibration:
         if not (self.scale > 0).all():
             raise ValueError("some scales are not positive")
 
-    def measured(self, codec: str) -> Measured | None:
-        """What was measured of a codec on this model, calibrated or not."""
-        rung = next((r for r in self.header.rungs if r.codec == codec), None)
-        return None if rung is None else rung.measured
+    def rung(self, codec: str) -> Rung | None:
+        """That of a codec, if it is here."""
+        return next((r for r in self.header.rungs if r.codec == codec), None)
 
     def with_measured(self, measured: Mapping[str, Measured]) -> Calibration:
         """The same with what was measured of some rungs."""

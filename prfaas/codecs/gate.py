@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prfaas.codecs.base import Quality
-from prfaas.codecs.calibration import Measured
+from prfaas.codecs.calibration import Measured, Rung
 
 MIN_POSITIONS = 2000
 """Fewer positions prove nothing."""
@@ -16,6 +16,7 @@ class Bounds:
     """What a class promises; KL in nats per token."""
 
     kl: float
+    """Mean, both over text and over greedy continuations."""
     kl_p99: float
     top1_loss: float
     """Below the noise floor (bf16 against fp32 KV), as a share of positions."""
@@ -37,6 +38,7 @@ def misses(quality: Quality, measured: Measured) -> list[str]:
         f"{name} {value:.3g} is over {bound:.3g}"
         for name, value, bound in (
             ("KL", measured.kl, bounds.kl),
+            ("free-running KL", measured.free_running_kl, bounds.kl),
             ("p99 KL", measured.kl_p99, bounds.kl_p99),
             ("top-1 loss", loss, bounds.top1_loss),
             ("error of the worst tensor", measured.nmse_max, bounds.nmse_max),
@@ -46,3 +48,8 @@ def misses(quality: Quality, measured: Measured) -> list[str]:
     if measured.positions < MIN_POSITIONS:
         found.append(f"{measured.positions} positions are fewer than {MIN_POSITIONS}")
     return found
+
+
+def why_not(rung: Rung) -> list[str]:
+    """Why a lossy codec is not offered on this model; none: it was measured to keep its class."""
+    return ["not measured"] if rung.measured is None else misses(rung.quality, rung.measured)

@@ -1,4 +1,4 @@
-"""Eight bits a value, for bfloat16 KV: nearly as fast as a copy, and it needs no calibration.
+"""Eight bits a value, for bfloat16 KV: nearly as fast as a copy, with no basis, step or table.
 
 the sinks' K and V as they are | for each layer: K and V as `int8.c` has them
 """
@@ -21,11 +21,14 @@ class Int8Codec:
     id: ClassVar[int] = 3
     name = "int8"
     quality = Quality.NEAR
-    model_identity = ""
     spans = ()
 
-    def __init__(self, native: Native) -> None:
+    def __init__(self, native: Native, model_identity: str = "") -> None:
+        """`model_identity`: of the model it was measured on. Its bytes are the same for all, what
+        they do to answers is not.
+        """
         self._native = native
+        self.model_identity = model_identity
 
     def encode(self, raw: Bytes, shape: Shape) -> bytes | None:
         if not isinstance(shape, Tile) or not _fits(shape) or raw.nbytes != shape.nbytes:

@@ -8,7 +8,7 @@ from pathlib import Path
 from prfaas.codecs.base import Bytes, Codec, Quality, Shape, base_name
 from prfaas.codecs.calibration import Calibration
 from prfaas.codecs.exponent import ExponentCodec
-from prfaas.codecs.gate import misses
+from prfaas.codecs.gate import why_not
 from prfaas.codecs.int8 import Int8Codec
 from prfaas.codecs.native import native
 from prfaas.codecs.planes_zstd import PlanesZstdCodec
@@ -84,16 +84,16 @@ class CodecSet:
 
 
 def default_codecs(zstd_level: int = 1, calibration: Calibration | None = None) -> CodecSet:
-    """All codecs this installation has at full speed; those that need a calibration where there is
-    one. What a calibration has measured to miss its class is left out.
+    """All codecs this installation has at full speed: the exact ones, and of the lossy ones those
+    that a calibration has measured to keep their class on its model.
     """
     codecs: list[Codec] = [RAW, PlanesZstdCodec(zstd_level)]
     if native is not None:
         codecs.append(ExponentCodec(native))
-        known = calibration.measured(Int8Codec.name) if calibration is not None else None
-        if known is None or not misses(Int8Codec.quality, known):
-            codecs.append(Int8Codec(native))
         if calibration is not None:
+            int8 = calibration.rung(Int8Codec.name)
+            if int8 is not None and not why_not(int8):
+                codecs.append(Int8Codec(native, calibration.header.model_identity))
             codecs += calibrated_codecs(native, calibration)
     return CodecSet(codecs)
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from prfaas.codecs.base import Bytes, Codec, Shape, Tile
 from prfaas.codecs.calibration import Calibration, Floats, Rung
-from prfaas.codecs.gate import misses
+from prfaas.codecs.gate import why_not
 from prfaas.codecs.native import Native
 from prfaas.codecs.sinks import join_sinks, sink_bytes, split_sinks
 from prfaas.errors import CorruptKv
@@ -304,9 +304,7 @@ def calibrated_codecs(native: Native, calibration: Calibration) -> list[Codec]:
     return [
         RUNGS[rung.codec](native, store, rung, digest)
         for rung in calibration.header.rungs
-        if rung.codec in RUNGS
-        and rung.measured is not None
-        and not misses(rung.quality, rung.measured)
+        if rung.codec in RUNGS and not why_not(rung)
     ]
 
 

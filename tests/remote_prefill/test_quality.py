@@ -18,8 +18,8 @@ from remote_prefill import codec_choice
 if native is None:
     pytest.skip("the C extension was not built", allow_module_level=True)
 
-GOOD = Measured(2400, 1e-6, 1e-5, 1.0, 1.0, 1e-3, 3.0)
-BAD = Measured(2400, 1.0, 1.0, 0.1, 1.0, 1.0, 3.0)
+GOOD = Measured(2400, 1e-6, 1e-5, 1.0, 1.0, 1e-3, 3.0, 1e-6)
+BAD = Measured(2400, 1.0, 1.0, 0.1, 1.0, 1.0, 3.0, 1.0)
 PROMPT = 60
 NAMES = ["near-channels", "planes-zstd", "raw"]
 ENGINE = {"chunk_tokens": 32}
@@ -119,9 +119,11 @@ async def test_what_is_calibrated_for_another_model_is_not_offered(
     assert "calibrated for another model than 'scripted-model': near-channels@" in caplog.text
 
 
-def test_codecs_that_were_measured_to_miss_their_class_are_not_offered(tmp_path: Path) -> None:
+def test_only_codecs_measured_to_keep_their_class_are_offered(tmp_path: Path) -> None:
     names = ["near-channels", "int8", "raw"]
     good = agent_codecs(names, calibration(tmp_path / "good.npz"))
     assert [name.partition("@")[0] for name in good.names] == names
     assert agent_codecs(names, calibration(tmp_path / "bad.npz", measured=BAD)).names == ("raw",)
-    assert agent_codecs(names).names == ("int8", "raw")
+    assert agent_codecs(names).names == ("raw",)  # nothing is known of any lossy one
+    assert good.for_model("identity").names == good.names
+    assert good.for_model("another").names == ("raw",)

@@ -26,7 +26,7 @@ from local_engine.kv_calibration.tape import Tape, continued, free_running, reco
 from local_engine.kv_calibration.weights import layer_weights
 from local_engine.loader import LoadedModel, load_model
 from prfaas.codecs import SINK_TOKENS, Calibration, Quality
-from prfaas.codecs.calibration import Measured, Rung
+from prfaas.codecs.calibration import Rung
 from prfaas.codecs.gate import Bounds
 from prfaas.codecs.native import native
 from prfaas.errors import ConfigError
@@ -38,7 +38,6 @@ if native is None:
 from prfaas.codecs.transform import make_codec
 
 TINY = Sizes((192,) * 2, (96,), (64, 80), 32, 1, 48, 16)
-MEASURED = Measured(2400, 1e-6, 1e-5, 1.0, 1.0, 1e-3, 3.0)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +108,7 @@ def test_a_fine_step_changes_little_and_a_coarse_one_more(
     calibration = fitted(loaded, tape).calibration
     calibration.check()
     start = Tape(tape.tokens[:100], tape.kv[:, :, :100].contiguous())
-    one = prompt(loaded.model, start, tape.tokens[100:132], free=True)
+    one = prompt(loaded.model, start, tape.tokens[100:132], free=24)
     measured = []
     for step in (0.02, 0.3):
         rung = Rung("near-basis" if columns else "near-channels", Quality.NEAR, step, columns)
@@ -173,9 +172,13 @@ def test_a_calibration_is_written_measured_and_offered_only_if_good(
     other.write_text(texts.evaluation_texts()[0][:20000])
     said: list[str] = []
     out = tmp_path / "out" / "tiny.npz"
-    made = calibrate(model, out, said.append, learn_text=learn, evaluation_text=other, sizes=TINY)
+    made = calibrate(
+        model, out, said.append,
+        learn_text=learn, evaluation_text=other, model_identity="stated", sizes=TINY,
+    )  # fmt: skip
     found = Calibration.load(out)
     assert found.digest == made.digest
+    assert found.header.model_identity == "stated"
     assert [r.codec for r in found.header.rungs] == [
         "near-channels", "near-basis", "compact-basis", "tight-basis", "int8",
     ]  # fmt: skip

@@ -7,11 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from prfaas.certs import make_certs
 from prfaas.check.agent_part import check_agent, check_engine, check_prefill
 from prfaas.check.findings import Findings, Level
+from prfaas.codecs import Calibration
+from prfaas.codecs.calibration import Header, Measured, Rung
+from prfaas.quality import Quality
 from prfaas.settings import AgentSettings, EngineSettings, PrefillSettings, TlsSettings
 
 
@@ -107,3 +111,30 @@ def test_every_level_is_counted(level: Level) -> None:
     findings.warn("a", "b", "c")
     findings.fail("a", "b", "c")
     assert findings.count(level) == 1
+
+
+def calibration(path: Path, *rungs: Rung) -> Path:
+    """Of a model of one layer with two channels."""
+    eye = np.eye(2, dtype=np.float32)
+    flat = np.ones((1, 2, 2), np.float32)
+    header = Header(1, "m", (0,), 1, 2, ((0, 1),), rungs)
+    metric = np.broadcast_to(eye, (1, 2, 1, 2, 2)).copy()
+    Calibration(header, np.zeros(0, np.float32), flat, flat, metric, (eye, eye)).save(path)
+    return path
+
+
+async def test_a_calibration_says_which_codecs_kept_their_class(tmp_path: Path) -> None:
+    good = Measured(2400, 1e-6, 1e-5, 1.0, 1.0, 1e-3, 3.0, 1e-6)
+    bad = Measured(2400, 4e-4, 1e-5, 1.0, 1.0, 1e-3, 3.0, 1e-6)
+    near = Rung("near-channels", Quality.NEAR, 0.1, measured=good)
+    int8 = Rung("int8", Quality.NEAR, 1.0, measured=bad)
+    key = "agent.codec_calibration"
+
+    async def found(path: Path, level: Level) -> str:
+        return said(await check_agent(AgentSettings(codec_calibration=path), 1.0), level)[key]
+
+    both = calibration(tmp_path / "both.npz", near, int8)
+    wrong = "int8 is not: KL 0.0004 is over 0.0002"
+    assert await found(both, Level.OK) == f"near-channels offered; {wrong}"
+    assert await found(calibration(tmp_path / "none.npz", int8), Level.WARN) == wrong
+    assert "not a calibration" in await found(tmp_path / "missing.npz", Level.FAIL)

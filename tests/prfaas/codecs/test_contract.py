@@ -17,7 +17,7 @@ if native is not None:
 
 needs_native = pytest.mark.skipif(native is None, reason="the C extension was not built")
 
-GOOD = Measured(2400, 1e-6, 1e-5, 1.0, 1.0, 1e-3, 3.0)
+GOOD = Measured(2400, 1e-6, 1e-5, 1.0, 1.0, 1e-3, 3.0, 1e-6)
 
 
 def calibration(*rungs: Rung) -> Calibration:

@@ -22,7 +22,7 @@ if native is None:
 from prfaas.codecs.int8 import Int8Codec
 from prfaas.codecs.transform import make_codec, pack
 
-GOOD = Measured(2400, 1e-6, 1e-5, 1.0, 1.0, 1e-3, 3.0)
+GOOD = Measured(2400, 1e-6, 1e-5, 1.0, 1.0, 1e-3, 3.0, 1e-6)
 WIDTH = HEADS * DIM
 
 
@@ -163,15 +163,23 @@ def test_only_what_was_measured_to_keep_its_class_is_offered() -> None:
         rung = Rung("near-channels", Quality.NEAR, 0.1, measured=measured)
         return {n.partition("@")[0] for n in default_codecs(calibration=plain(rung)).names}
 
+    def int8(*rungs: Rung) -> bool:
+        return "int8" in default_codecs(calibration=plain(*rungs)).names
+
     assert "near-channels" in offered(GOOD)
     assert "near-channels" not in offered(None)
+    assert int8(Rung("int8", Quality.NEAR, 1.0, measured=GOOD))
+    assert not int8(Rung("int8", Quality.NEAR, 1.0))
+    assert not int8(Rung("near-channels", Quality.NEAR, 0.1, measured=GOOD))
+    assert "int8" not in default_codecs().names
     for worse in (
         {"kl": 2.1e-4}, {"kl_p99": 0.01}, {"top1": 0.99}, {"nmse_max": 0.03}, {"positions": 1999},
-        {"kl": float("nan")},
+        {"kl": float("nan")}, {"free_running_kl": 2.1e-4},
     ):  # fmt: skip
         bad = replace(GOOD, **worse)
         assert len(misses(Quality.NEAR, bad)) == 1
         assert "near-channels" not in offered(bad)
+        assert not int8(Rung("int8", Quality.NEAR, 1.0, measured=bad))
 
 
 def test_classes_get_looser_in_order() -> None:
@@ -186,7 +194,7 @@ def test_different_calibrations_have_no_codec_in_common() -> None:
     one = default_codecs(calibration=plain(rung))
     other = default_codecs(calibration=plain(replace(rung, step=0.11)))
     assert one.negotiate(one.names, Quality.NEAR).name.startswith("near-channels@")
-    assert one.negotiate(other.names, Quality.NEAR).name == "int8"
+    assert one.negotiate(other.names, Quality.NEAR).name == "exponent"
     again = plain(replace(rung, measured=replace(GOOD, kl=1e-7)))
     assert default_codecs(calibration=again).names == one.names
 
