@@ -157,8 +157,12 @@ class StateSettings(Section):
 
     redis: SecretStr | None = Field(
         None,
-        description="URL of Redis, `redis://USER:PASSWORD@HOST:PORT/DB`, `rediss://` with TLS or "
-        "`unix://`; none: this gateway is alone.",
+        description="URL of Redis, `redis://USER:PASSWORD@HOST:PORT/DB`, `rediss://` with TLS, "
+        "`unix://`, or `redis+sentinel://USER:PASSWORD@HOST:PORT,HOST:PORT/NAME/DB` (`rediss+...`) "
+        "for the primary that Sentinels name; none: this gateway is alone.",
+    )
+    redis_sentinel_password: SecretStr = Field(
+        SecretStr(""), description="Password of the Sentinels, if they ask for one."
     )
     redis_ca: Path | None = Field(
         None, description="PEM file of the CAs of its certificate; none: the system's."
@@ -427,8 +431,8 @@ class AgentSettings(Section):
     )
     codec_calibration: Path | None = Field(
         None,
-        description="File from `prfaas calibrate-kv`, the same at D and P; none: exact codecs "
-        "alone.",
+        description="File from `prfaas calibrate-kv`, the same at D and P; none: no codec that "
+        "needs one.",
     )
     window_bytes: int = Field(
         64 << 20,
@@ -472,8 +476,8 @@ class PrefillSettings(Section):
     )
     codec_calibration: Path | None = Field(
         None,
-        description="File from `prfaas calibrate-kv`, the same at D and P; none: exact codecs "
-        "alone.",
+        description="File from `prfaas calibrate-kv`, the same at D and P; none: no codec that "
+        "needs one.",
     )
     congestion: str = Field(
         "bbr",

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import uuid
 from collections.abc import Awaitable
 from itertools import islice
 from typing import Any, cast
 
 import msgspec
-import redis.asyncio
 import redis.exceptions
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
+from gateway.state.redis_client import client_of
 from gateway.state.redis_script import EXCHANGE, KEYS, LEAVE
 from prfaas.cluster_state import (
     PREFIX_TTL_S,
@@ -26,7 +23,7 @@ from prfaas.cluster_state import (
     Shared,
     SharedPolicy,
 )
-from prfaas.errors import ConfigError, StateUnavailable
+from prfaas.errors import StateUnavailable
 from prfaas.settings import StateSettings
 
 MAX_REASON_CHARS = 200
@@ -49,37 +46,7 @@ class RedisStore:
         self._member = msgspec.json.Decoder(Member)
         self._packer = msgspec.msgpack.Encoder()
         self._deltas = msgspec.msgpack.Decoder(tuple[PrefixDelta, ...])
-        options: dict[str, Any] = {}
-        url = settings.redis.get_secret_value()
-        if url.startswith("rediss://"):
-            options = {
-                "ssl_cert_reqs": "required",
-                "ssl_check_hostname": True,
-                "ssl_min_version": ssl.TLSVersion.TLSv1_2,
-            }
-            for name, path in (
-                ("ssl_ca_certs", settings.redis_ca),
-                ("ssl_certfile", settings.redis_cert),
-                ("ssl_keyfile", settings.redis_key),
-            ):
-                if path is not None:
-                    options[name] = str(path)
-        try:
-            self._client = redis.asyncio.Redis.from_url(
-                url,
-                socket_timeout=settings.timeout_s,
-                socket_connect_timeout=settings.timeout_s,
-                retry=Retry(NoBackoff(), 0),
-                max_connections=4,
-                client_name="prfaas-gateway",
-                **options,
-            )
-        except (ValueError, TypeError) as exc:
-            raise ConfigError(
-                "gateway.state.redis: not a URL like redis://USER:PASSWORD@HOST:6379/0, "
-                "rediss://... or unix:///PATH",
-                field="gateway.state.redis",
-            ) from exc
+        self._client, self._close = client_of(settings)
         self._exchange = self._client.register_script(EXCHANGE)
         self._leave = self._client.register_script(LEAVE)
 
@@ -121,7 +88,7 @@ class RedisStore:
         await self._asked(cast(Awaitable[Any], self._leave(keys=self._keys[:2], args=[member_id])))
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._close()
 
     async def _asked(self, answer: Awaitable[Any]) -> Any:
         try:

@@ -27,10 +27,19 @@ class RedisServer:
     """Owns one process, which keeps its data in memory only. `url` leads to it."""
 
     def __init__(
-        self, directory: Path, tls: TlsSettings | None = None, acl: tuple[str, ...] = ()
+        self,
+        directory: Path,
+        tls: TlsSettings | None = None,
+        acl: tuple[str, ...] = (),
+        replica_of: RedisServer | None = None,
+        sentinel_of: tuple[str, RedisServer] | None = None,
     ) -> None:
-        """`acl`: lines of an ACL file; without TLS it listens on a unix socket and on loopback."""
+        """`acl`: lines of an ACL file. `sentinel_of`: a Sentinel that watches it by that name, and
+        notices within half a second that it is gone.
+        """
         self._directory = directory
+        self._replica_of = replica_of
+        self._sentinel_of = sentinel_of
         self._tls = tls
         self._process: asyncio.subprocess.Process | None = None
         self._acl = directory / "users.acl" if acl else None
@@ -46,8 +55,14 @@ class RedisServer:
 
     async def start(self) -> None:
         """Empty. Raises TimeoutError where it does not come up."""
-        command = ["redis-server", "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        command += ["--dir", str(self._directory), "--daemonize", "no"]
+        command = ["redis-server"]
+        if self._sentinel_of is None:
+            command += ["--save", "", "--appendonly", "no", "--repl-diskless-sync-delay", "0"]
+        else:
+            command += [str(self._sentinel_file(*self._sentinel_of)), "--sentinel"]
+        if self._replica_of is not None:
+            command += ["--replicaof", "127.0.0.1", str(self._replica_of.port)]
+        command += ["--bind", "127.0.0.1", "--dir", str(self._directory), "--daemonize", "no"]
         if self._acl is not None:
             command += ["--aclfile", str(self._acl)]
         if self._tls is None:
@@ -67,6 +82,16 @@ class RedisServer:
                     writer.close()
                     return
                 await asyncio.sleep(0.01)
+
+    def _sentinel_file(self, name: str, primary: RedisServer) -> Path:
+        """It writes there what it finds out."""
+        file = self._directory / f"sentinel-{self.port}.conf"
+        file.write_text(
+            f"sentinel monitor {name} 127.0.0.1 {primary.port} 1\n"
+            f"sentinel down-after-milliseconds {name} 500\n"
+            f"sentinel failover-timeout {name} 5000\n"
+        )
+        return file
 
     def freeze(self) -> None:
         """It takes connections and says nothing, until `thaw`."""
