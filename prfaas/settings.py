@@ -431,8 +431,8 @@ class AgentSettings(Section):
     )
     codec_calibration: Path | None = Field(
         None,
-        description="File from `prfaas calibrate-kv`, the same at D and P; none: no codec that "
-        "needs one.",
+        description="File from `prfaas calibrate-kv`, the same at D and P; none: exact codecs "
+        "alone.",
     )
     window_bytes: int = Field(
         64 << 20,
@@ -476,8 +476,8 @@ class PrefillSettings(Section):
     )
     codec_calibration: Path | None = Field(
         None,
-        description="File from `prfaas calibrate-kv`, the same at D and P; none: no codec that "
-        "needs one.",
+        description="File from `prfaas calibrate-kv`, the same at D and P; none: exact codecs "
+        "alone.",
     )
     congestion: str = Field(
         "bbr",
