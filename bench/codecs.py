@@ -3,20 +3,25 @@
 `near` is the codec without a basis, which is fast; `near_basis`, `compact` and `tight` change basis
 over spans of layers. KL is over positions of text from other sources than the calibration's. What a
 codec does to answers does not depend on the machine's load: it is found once (`codec_work`), and a
-run that is started again goes on where it was. Speeds are measured in every run, at its end.
+run that is started again goes on where it was. Speeds, and TTFT over a thin link, are measured in
+every run, at its end.
 """
 
 from __future__ import annotations
 
+import asyncio
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 import zstandard
 
 from bench.codec_models import biased, demo_path
+from bench.codec_ttft import add_ttft
 from bench.codec_work import FOUND, CodecWork
 from bench.harness import Report, Samples
 from local_engine.kv_calibration.evaluate import tiles
@@ -38,7 +43,7 @@ QUICK = Sizes((1024,) * 3, (384,), (512,) * 3, 100, 1, 192, 64)
 QUICK_BIASED = Sizes((512,) * 2, (384,), (512,) * 2, 100, 1, 96, 32)
 BIASED = Sizes((2048,) * 3, (768,) * 2, FULL.evaluate, 200, 1, 256, 96)
 SPEED_TOKENS = 512
-ROUNDS = 7
+ROUNDS = 5
 ROWS = {
     "near-channels": "near", "near-basis": "near_basis",
     "compact-basis": "compact", "tight-basis": "tight",
@@ -71,7 +76,9 @@ class Speed:
 
 
 def run(quick: bool) -> None:
-    """All rows; `quick` learns from less text and measures fewer positions."""
+    """All rows; `quick` learns from less text, and measures too few positions for any lossy codec
+    to be offered, so no TTFT.
+    """
     if native is None:
         raise ConfigError("the codecs' C extension was not built: is there a C compiler?")
     torch.set_num_threads(1)
@@ -82,9 +89,14 @@ def run(quick: bool) -> None:
         folder = None if quick else FOUND
         work = CodecWork(load_model(path), QUICK if quick else FULL, folder, report.say)
         other = CodecWork(biased(path), QUICK_BIASED if quick else BIASED, folder, report.say)
-        add_quality(report, "", native, work)
+        measured = add_quality(report, "", native, work)
         add_quality(report, "qkv_bias.", native, other)
         add_speeds(report, native, work.calibration, work.tape(0), 3 if quick else ROUNDS)
+    if not quick:
+        with tempfile.TemporaryDirectory(prefix="prfaas-") as name:
+            file = Path(name) / "calibration.npz"
+            work.calibration.with_measured(measured).save(file)
+            asyncio.run(add_ttft(report, path, file))
     report.finish()
 
 
@@ -223,19 +235,24 @@ def measure_speeds(arms: dict[str, Arm], rounds: int) -> dict[str, Speed]:
     }
 
 
-def add_quality(report: Report, prefix: str, native: Native, work: CodecWork) -> None:
-    """Ratio, KL, top-1 and the worst tensor of every lossy codec."""
+def add_quality(
+    report: Report, prefix: str, native: Native, work: CodecWork
+) -> dict[str, Measured]:
+    """Ratio, KL, top-1 and the worst tensor of every lossy codec; by codec."""
     calibration = work.calibration
     single = [(i, i + 1) for i in range(len(calibration.header.layers))]
     found = work.measured(Int8Codec(native), single)
     add_measured(report, f"{prefix}near_fast", Quality.NEAR, found, "int8")
+    measured = {Int8Codec.name: found}
     for rung in calibration.header.rungs:
         found = work.measured(make_codec(native, calibration, rung), spans_for(calibration, rung))
+        measured[rung.codec] = found
         longest = max(b - a for a, b in calibration.header.spans) if rung.columns else 1
         note = (
             f"step {rung.step:.4g}, spans of up to {longest} layers: the wire runs so many behind"
         )
         add_measured(report, prefix + ROWS[rung.codec], rung.quality, found, note)
+    return measured
 
 
 def add_measured(report: Report, row: str, quality: Quality, found: Measured, note: str) -> None:
