@@ -15,6 +15,7 @@ from policies.simulator.run import simulate
 from policies.workload.generate import Generator
 from policies.workload.request import Request
 from prfaas.settings import PolicySettings
+from prfaas.snapshot import Decision, Reason, RequestFacts, Snapshot, Target
 
 STEP = 0.01
 
@@ -25,6 +26,15 @@ class LocalThenMove(AlwaysLocal):
 
 class RemoteThenMove(AlwaysRemote):
     move_gain_s: float | None = 0.1
+
+
+class SomeLeave(LocalThenMove):
+    """Prompts of 1,000 tokens leave, the others stay until they may move."""
+
+    def decide(self, request: RequestFacts, snapshot: Snapshot, state: None) -> Decision:
+        if request.prompt_tokens != 1000:
+            return super().decide(request, snapshot, state)
+        return Decision(Target.REMOTE, Reason.FORCED_REMOTE, (("peer", "pool"),))
 
 
 def run(site: Any, policy: type[AlwaysLocal | AlwaysRemote], rows: Iterable[Request]) -> Result:
@@ -79,6 +89,22 @@ def test_a_small_gain_does_not_fill_a_thin_link(site: Any) -> None:
     assert run(site, LocalThenMove, burst(2)).rows[1].moves == 0
     site.link["gbit_per_s"] = 0.064
     assert run(site, LocalThenMove, burst(2)).rows[1].moves == 1
+
+
+@pytest.mark.parametrize(("under_way", "moves"), [(0, 1), (8, 0)])
+def test_a_move_pays_for_the_transfers_it_would_share_the_link_with(
+    site: Any, under_way: int, moves: int
+) -> None:
+    """A megabyte alone takes an eighth of a second, so a move must gain two of them. Behind half a
+    second of queue at D it gains that; with eight transfers under way, which leave the peer itself
+    no slower, it would have to gain half a second more."""
+    site.peer = {"instances": 9}
+    site.link["gbit_per_s"] = 0.064
+    away = [Request(i, 0.0, 1000, 1) for i in range(under_way)]
+    first = Request(90, 0.0, 601, 1)
+    waits = Request(91, 0.0, 1001, 1)
+    result = run(site, SomeLeave, [*away, first, waits])
+    assert result.rows[-1].moves == moves
 
 
 def test_what_has_begun_stays(site: Any) -> None:
