@@ -28,6 +28,7 @@ from gateway.generation import Generation
 from gateway.ids import Ids
 from gateway.job import Inbound
 from gateway.metrics import GatewayMetrics
+from gateway.outbox import Outbox
 from gateway.quality import QUALITY_HEADER
 from gateway.relay import WholeAnswer
 from gateway.tenancy.door import ANYBODY, Door
@@ -70,6 +71,7 @@ class Front:
         self.fallback = fallback
         self.door = door
         self.heads = AnswerHeads()
+        self.outbox = Outbox()
         self._idle_s = idle_s
         self._connections: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
@@ -231,6 +233,7 @@ class ClientConnection(asyncio.Protocol):
         """The connection is aiohttp's from here on."""
         transport, task = self._transport, self._task
         assert transport is not None
+        self._front.outbox.flush()
         self._front.gone(self)
         self._transport = self._task = None
         if task is not None:
@@ -251,7 +254,7 @@ class ClientConnection(asyncio.Protocol):
             error = InvalidRequest("the body did not arrive in time")
             request_id = request_id_of(self._head.fields.get("x-request-id", ""), self._front.ids)
             self._say(error_answer(error), request_id, closing=True)
-            self._transport.close()
+            self._front.outbox.close(self._transport)
 
     def stop(self) -> asyncio.Task[None]:
         """No request begins after this; the task ends with the one under way."""
@@ -259,8 +262,7 @@ class ClientConnection(asyncio.Protocol):
         assert self._task is not None
         if self._head is None or self._missing:
             self._task.cancel()
-            if self._transport is not None:
-                self._transport.close()
+            self.close_after_writing()
         return self._task
 
     def abort(self) -> None:
@@ -290,7 +292,7 @@ class ClientConnection(asyncio.Protocol):
             if transport is None:
                 return
             if self._stopping or self._front.admission.draining:
-                transport.close()
+                self.close_after_writing()
                 return
             self._since = self._loop.time()
             self._next()
@@ -368,7 +370,8 @@ class ClientConnection(asyncio.Protocol):
             framing += "connection: close\r\n"
         answer.headers[REQUEST_ID_HEADER] = request_id
         head = self._front.heads.head(answer.status, answer.headers.items(), framing)
-        transport.write(head + answer.body)
+        at_work = self._front.admission.in_flight
+        self._front.outbox.write(transport, head + answer.body, at_work)
 
     def stream_head(self, fields: Mapping[str, str]) -> bytes:
         return self._front.heads.head(200, fields.items(), CHUNKED)
@@ -378,7 +381,7 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             raise Cancelled("the client went away")
-        transport.write(data)
+        self._front.outbox.write(transport, data, 0)  # events seldom come with others
         return self._writing_paused
 
     async def drain(self) -> None:
@@ -398,7 +401,7 @@ class ClientConnection(asyncio.Protocol):
 
     def close_after_writing(self) -> None:
         if self._transport is not None:
-            self._transport.close()
+            self._front.outbox.close(self._transport)
 
 
 class ClientStream:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import cast
 
 from gateway.http1 import Headers, KnownHeads, ResponseParser
+from gateway.outbox import Outbox
 from prfaas.errors import ProtocolError
 from prfaas.limits import Limits
 
@@ -43,10 +44,16 @@ class Connection(asyncio.Protocol):
     """
 
     def __init__(
-        self, limits: Limits, on_closed: Callable[[Connection], None], known: KnownHeads
+        self,
+        limits: Limits,
+        on_closed: Callable[[Connection], None],
+        known: KnownHeads,
+        outbox: Outbox,
     ) -> None:
+        """`known` and `outbox` are shared by all connections to one engine."""
         self._limits = limits
         self._known = known
+        self._outbox = outbox
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -78,8 +85,8 @@ class Connection(asyncio.Protocol):
 
     # --- one exchange ---
 
-    def send(self, method: str, head: bytes, body: bytes) -> None:
-        """Hand a request to the socket; the connection must be idle."""
+    def send(self, method: str, head: bytes, body: bytes, at_work: int = 0) -> None:
+        """Hand a request to the socket; the connection must be idle. `at_work`: so many are not."""
         assert self.state is State.IDLE, self
         assert self._transport is not None
         self.state = State.BUSY
@@ -91,7 +98,7 @@ class Connection(asyncio.Protocol):
             self._parser.rearm(method)
         self._moved_at = self._loop.time()
         if len(body) <= HIGH_WATER_BYTES:
-            self._transport.write(head + body)
+            self._outbox.write(self._transport, head + body, at_work)
         else:
             self._transport.writelines((head, body))  # large ones are not copied
 

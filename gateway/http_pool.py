@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from gateway.http1 import KnownHeads
 from gateway.http_connection import Connection, State
+from gateway.outbox import Outbox
 from prfaas.errors import ConfigError, EngineUnavailable, Overloaded
 from prfaas.limits import Limits
 
@@ -63,6 +64,7 @@ class Pool:
         self._max_connections = limits.gateway_max_in_flight + CONTROL_CONNECTIONS
         self._tls = ssl.create_default_context() if address.tls else None
         self._known = KnownHeads()
+        self._outbox = Outbox()
         self._idle: list[Connection] = []
         self._all: set[Connection] = set()
         self._connecting = 0
@@ -86,6 +88,10 @@ class Pool:
     @property
     def idle(self) -> int:
         return len(self._idle)
+
+    @property
+    def at_work(self) -> int:
+        return len(self._all) - len(self._idle)
 
     def take_idle(self) -> Connection | None:
         """One that is open, as far as can be known, and has not been idle for too long."""
@@ -111,7 +117,7 @@ class Pool:
         try:
             async with asyncio.timeout(self._limits.connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: Connection(self._limits, self._forget, self._known),
+                    lambda: Connection(self._limits, self._forget, self._known, self._outbox),
                     address.host,
                     address.port,
                     ssl=self._tls,

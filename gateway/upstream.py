@@ -210,7 +210,7 @@ class _Exchange:
 
     async def _ask(self, connection: Connection) -> _Exchange:
         try:
-            connection.send(self._method, self._head, self._body)
+            connection.send(self._method, self._head, self._body, self._pool.at_work)
             while (head := connection.head()) is None:
                 await connection.more()
         except BaseException:

@@ -9,6 +9,7 @@ import uvloop
 
 from gateway.http1 import KnownHeads
 from gateway.http_connection import MERGE_S, Connection
+from gateway.outbox import Outbox
 from gateway.upstream import HttpUpstream, UpstreamResponse
 from prfaas.errors import EngineUnavailable
 from prfaas.limits import Limits
@@ -360,7 +361,7 @@ def test_pieces_that_come_fast_are_read_together_and_slow_ones_at_once() -> None
 
     async def main() -> None:
         wire, got = Wire(sock), []
-        connection = Connection(Limits(), lambda closed: None, KnownHeads())
+        connection = Connection(Limits(), lambda closed: None, KnownHeads(), Outbox())
         connection.connection_made(wire)
         connection.send("POST", b"", BODY)
         connection.data_received(CHUNKED)
