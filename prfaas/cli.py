@@ -266,6 +266,7 @@ def check_host(rate: str, rtt: float, connections: int, as_json: bool) -> None:
     type=_FILE,
     help="Text to measure on, of another source; default: sources of Python's library.",
 )
+@click.option("--model-identity", default="", help="What engines state; default: computed digest.")
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Of torch.")
 def calibrate_kv(
     model: Path,
@@ -276,7 +277,6 @@ def calibrate_kv(
     threads: int,
 ) -> None:
     """Calibrate lossy KV codecs for a model, and measure what they do to its answers."""
-@click.option("--model-identity", default="", help="What engines state; default: computed digest.")
     import torch
 
     from local_engine.kv_calibration.run import calibrate
