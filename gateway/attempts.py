@@ -20,6 +20,7 @@ from gateway.outcomes import Outcomes
 from gateway.records import RequestRecord
 from gateway.relay import EVENT_STREAM, Relayed, WholeAnswer, relay_stream, relay_whole
 from gateway.schema import ParsedRequest, rewrite
+from gateway.stages import DECIDE, UPSTREAM
 from prfaas import transfer
 from prfaas.clock import Clock
 from prfaas.errors import BY_KIND, EngineUnavailable, Overloaded, PrefillUnavailable
@@ -78,6 +79,7 @@ class Attempts:
         record, prompt = job.record, job.prompt
         most = min(self._limits.engine_attempts, len(self._engines))
         while True:
+            record.begins(DECIDE, self._now())
             engine = self._engines.choose(
                 prompt.chains, prompt.tokens, record.key, record.tried, prompt.texts
             )
@@ -229,6 +231,7 @@ class Attempts:
         return decision
 
     def _note_dispatch(self, record: RequestRecord) -> None:
+        record.begins(UPSTREAM, self._now(), record.engine)
         decision = record.decision
         assert decision is not None
         if record.transfer_id:

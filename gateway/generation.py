@@ -23,6 +23,7 @@ from gateway.records import RecordBook, RequestRecord
 from gateway.relay import ClientSink, Relayed, WholeAnswer, end_broken, end_refused
 from gateway.request_spans import RequestSpans
 from gateway.schema import ParsedRequest, parse
+from gateway.stages import ROOM, TOKENISE
 from gateway.tokenise import Prompt, Tokeniser, guess
 from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
@@ -154,7 +155,11 @@ class Generation:
 
         # 2. Template, tokenise and hash, unless nothing could make it leave D.
         stays = short or not self._needs_tokens() or bool(parsed.features)
-        prompt = guess(parsed) if stays else await self._prompt(parsed, salt)
+        if stays:
+            prompt = guess(parsed)
+        else:
+            record.begins(TOKENISE, self._clock.now())
+            prompt = await self._prompt(parsed, salt)
 
         if not prompt.chains and not short and len(self._engines) > 1:
             prompt = msgspec.structs.replace(prompt, texts=self._engines.texts(parsed.body, salt))
@@ -163,6 +168,7 @@ class Generation:
         job = Job(inbound, parsed, prompt, salt, sink, record, short)
         if self._turns is None:
             return await self._taken(job)
+        record.begins(ROOM, self._clock.now())
         async with self._turns:
             return await self._taken(job)
         # 8. One log line for each request, with its outcome: see `_end`.

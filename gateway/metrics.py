@@ -29,6 +29,7 @@ from prfaas.snapshot import PREFIX_AT_D, Decision, Outcome
 from prfaas.telemetry import LinkLimit
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128)
+STAGE_BUCKETS = (0.0001, 0.0005, 0.002, 0.01, 0.05, 0.25, 1, 4, 16, 64, 256)
 ITL_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12)
 E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -128,6 +129,13 @@ class GatewayMetrics:
             "kv_quality_transfers", "Transfers that brought KV, by its quality class.", "quality"
         )
         self.ttft = self._histogram("ttft_seconds", "To the first event of a stream.", TTFT_BUCKETS)
+        self.stages = self._histogram(
+            "stage_seconds",
+            "Of one request in the gateway: `admission`, `tokenise`, `room` (waiting for an "
+            "engine), `decide`, `upstream` (at an engine), and of that `first_event`.",
+            STAGE_BUCKETS,
+            "stage",
+        )
         self.itl = self._histogram("itl_seconds", "Between two events of a stream.", ITL_BUCKETS)
         self.policy_ttft = self._histogram(
             "policy_ttft_seconds", "To the first event, by who decided.", TTFT_BUCKETS, "role"
@@ -153,6 +161,8 @@ class GatewayMetrics:
                 self.policy_ttft.observe(record.policy_role, record.ttft_s)
         if record.e2e_s is not None:
             self.e2e.observe(target, record.e2e_s)
+        for stage in record.stages:
+            self.stages.observe(stage.name, stage.end_s - stage.start_s)
         if record.committed and record.error and record.status == "200":
             self.broken_streams.labels(word(record.error)).inc()
 

@@ -19,6 +19,7 @@ from gateway.records import RecordBook, RequestRecord
 from gateway.relay import EVENT_STREAM, ClientSink, Relayed, WholeAnswer, relay_whole
 from gateway.request_log import RequestLog
 from gateway.request_spans import RequestSpans
+from gateway.stages import UPSTREAM
 from prfaas.clock import Clock
 from prfaas.errors import (
     Cancelled,
@@ -185,6 +186,7 @@ class Passing:
                 self._metrics.engine_retries.labels(record.engine, why).inc()
             record.engine = engine.name
             record.tried.append(engine.name)
+            record.begins(UPSTREAM, self._clock.now(), engine.name)
             self._engines.sent(engine, {})
             answer = await self._attempt(engine, inbound, sent, sink, record)
             if _says_that_it_lacks(answer):

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.live_policy import Parameters, Shadow
+from gateway.stages import Mark, Stage, seconds_by_stage, stages_of
 from gateway.trace import Trace
 from prfaas.clock import Clock
 from prfaas.errors import PrfaasError, RateLimited
@@ -70,6 +71,8 @@ class RequestRecord(msgspec.Struct):
     first_event_at: float | None = None
     last_event_at: float | None = None
     ended_at: float | None = None
+    marks: list[Mark] = msgspec.field(default_factory=list)
+    """Stages in the order in which they began."""
     events: int = 0
     itl_s: list[float] = msgspec.field(default_factory=list)
 
@@ -99,6 +102,17 @@ class RequestRecord(msgspec.Struct):
     @property
     def e2e_s(self) -> float | None:
         return None if self.ended_at is None else self.ended_at - self.started_at
+
+    def begins(self, stage: str, now: float, engine: str = "") -> None:
+        """A stage begins, and the one before it has ended."""
+        self.marks.append((stage, now, engine))
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Of a request that has ended; before that there are none."""
+        if self.ended_at is None:
+            return []
+        return list(stages_of(self.started_at, self.marks, self.first_event_at, self.ended_at))
 
     def fail(self, error: PrfaasError) -> None:
         """It ends with this error: 499 where the client left."""
@@ -199,4 +213,8 @@ def summary(record: RequestRecord) -> dict[str, Any]:
 
 def detail(record: RequestRecord) -> Mapping[str, Any]:
     """The summary with the samples behind it."""
-    return {**summary(record), "itl_s": record.itl_s}
+    return {
+        **summary(record),
+        "itl_s": record.itl_s,
+        "stages_s": seconds_by_stage(record.stages),
+    }

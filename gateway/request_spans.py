@@ -1,10 +1,11 @@
-"""The gateway's span of each request, made from its record when it has ended."""
+"""The gateway's spans of each request, made from its record when it has ended."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from gateway.records import RequestRecord
+from gateway.stages import FIRST_EVENT, UPSTREAM
 from prfaas.trace_context import SpanContext
 
 if TYPE_CHECKING:
@@ -24,10 +25,11 @@ class RequestSpans:
             return
         start_s = record.started_wall
         ttft_s = record.ttft_s
+        whole = SpanContext(trace.trace_id, trace.span_id, int(trace.flags, 16))
         self._spans.add(
             f"POST {record.api}",
             "server",
-            SpanContext(trace.trace_id, trace.span_id, int(trace.flags, 16)),
+            whole,
             trace.parent_id,
             start_s,
             start_s + (record.e2e_s or 0.0),
@@ -35,6 +37,24 @@ class RequestSpans:
             error=record.error,
             events=[] if ttft_s is None else [("first token", start_s + ttft_s)],
         )
+        self._add_stages(record, whole)
+
+    def _add_stages(self, record: RequestRecord, whole: SpanContext) -> None:
+        """Below the request's own span, and the first token below the engine it came from."""
+        to_wall_s = record.started_wall - record.started_at
+        parent = whole
+        for stage in record.stages:
+            context = whole.child()
+            self._spans.add(
+                stage.name.replace("_", " "),
+                "client" if stage.name == UPSTREAM else "internal",
+                context,
+                (parent if stage.name == FIRST_EVENT else whole).span_id,
+                stage.start_s + to_wall_s,
+                stage.end_s + to_wall_s,
+                {"prfaas.engine": stage.engine},
+            )
+            parent = context
 
 
 def _attributes(record: RequestRecord) -> dict[str, str | int | float | bool | list[str]]:

@@ -39,8 +39,18 @@ class SpanCollector:
     headers: list[dict[str, str]] = field(default_factory=list)
 
     def of(self, trace_id: str) -> dict[str, SeenSpan]:
-        """Spans of one trace, by their service."""
-        return {span.service: span for span in tuple(self.spans) if span.trace_id == trace_id}
+        """Of one trace the first span of each service; those below it are in `below`."""
+        spans = [span for span in tuple(self.spans) if span.trace_id == trace_id]
+        own = {(span.service, span.span_id) for span in spans}
+        return {span.service: span for span in spans if (span.service, span.parent_id) not in own}
+
+    def below(self, parent: SeenSpan) -> dict[str, SeenSpan]:
+        """Spans of the same service and below that one, by name."""
+        return {
+            span.name: span
+            for span in tuple(self.spans)
+            if (span.service, span.parent_id) == (parent.service, parent.span_id)
+        }
 
     def take(self, data: bytes) -> None:
         for resource in ExportTraceServiceRequest.FromString(data).resource_spans:

@@ -55,4 +55,12 @@ def test_one_request_is_one_trace_across_four_processes(
         assert gateway.attributes["prfaas.outcome"] == "staged"
         assert fetch.attributes["prfaas.wire_bytes"] > 0
         assert session.attributes["prfaas.transfer_id"] == fetch.attributes["prfaas.transfer_id"]
+        stages = collector.below(gateway)
+        assert set(stages) == {"admission", "tokenise", "decide", "upstream"}
+        in_order = [stages[name] for name in ("admission", "tokenise", "decide", "upstream")]
+        assert [span.start_s for span in in_order] == sorted(span.start_s for span in in_order)
+        assert all(gateway.start_s <= span.start_s <= span.end_s for span in in_order)
+        upstream = stages["upstream"]
+        assert upstream.attributes["prfaas.engine"] == gateway.attributes["prfaas.engine"]
+        assert upstream.start_s <= engine.start_s
         assert not collector.of("1" * 32), "the caller wants it not recorded"

@@ -95,4 +95,4 @@ def test_the_detail_adds_samples_to_the_summary(book: RecordBook) -> None:
     record: RequestRecord = book.open("r", "chat", "t", "k")
     record.saw_events(1, 1.0)
     record.saw_events(1, 1.5)
-    assert detail(record) == {**summary(record), "itl_s": [0.5]}
+    assert detail(record) == {**summary(record), "itl_s": [0.5], "stages_s": {}}
