@@ -14,8 +14,10 @@ from gateway.dispatch import Dispatcher
 from gateway.engines import Engine, Engines
 from gateway.ids import Ids
 from gateway.job import Inbound, Job
+from gateway.late_binding import LateBinding, Moved
 from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
+from gateway.moves import Better
 from gateway.outcomes import Outcomes
 from gateway.records import RequestRecord
 from gateway.relay import EVENT_STREAM, Relayed, WholeAnswer, relay_stream, relay_whole
@@ -43,7 +45,9 @@ BROKEN_STATUSES = frozenset({500, 502, 504})
 
 
 class Attempts:
-    """Takes a job to engines until one answers; owns nothing."""
+    """Takes a job to engines until one answers. Owns what moves requests that wait; close it with
+    `close`.
+    """
 
     def __init__(
         self,
@@ -70,28 +74,28 @@ class Attempts:
         self._budget = budget
         self._ids = ids
         self._now = clock.now
+        self._binding = LateBinding(policy, view, budget, metrics, clock)
 
     async def run(self, job: Job) -> WholeAnswer | Relayed:
-        """The best engine, and while nothing of an answer has come, another one where it fails.
+        """The best engine, and while nothing of an answer has come, another one where it fails, or
+        another place for its prefill where that gains.
 
         Raises the PrfaasError of the last one.
         """
         record, prompt = job.record, job.prompt
         most = min(self._limits.engine_attempts, len(self._engines))
+        engine, better = self._choose(job), None
         while True:
-            record.begins(DECIDE, self._now())
-            engine = self._engines.choose(
-                prompt.chains, prompt.tokens, record.key, record.tried, prompt.texts
-            )
-            if engine is None:
-                raise EngineUnavailable("no decode engine is known", retry_after_s=RETRY_AFTER_S)
-            record.engine = engine.name
-            record.tried.append(engine.name)
             record.recent_tokens = self._engines.sent(engine, prompt.chains, prompt.texts)
             last = len(record.tried) >= most
             try:
                 with engine.serving:
-                    answer = await self._attempt(engine, job)
+                    answer = await self._attempt(engine, job, better)
+            except Moved as moved:
+                self._engines.unjudged(engine)
+                self._forget(record, "moved")
+                better = moved.better
+                continue
             except EngineUnavailable as exc:
                 self._engines.failed(engine)
                 if last or record.first_event_at is not None:
@@ -120,21 +124,44 @@ class Attempts:
             logger.info("%s: %s failed (%s), trying another", record.request_id, engine.name, why)
             self._metrics.engine_retries.labels(engine.name, why).inc()
             self._forget(record)
+            engine, better = self._choose(job), None
 
-    async def _attempt(self, engine: Engine, job: Job) -> WholeAnswer | Relayed:
+    def close(self) -> None:
+        """Nothing moves any more."""
+        self._binding.close()
+
+    def _choose(self, job: Job) -> Engine:
+        """The best engine that was not tried yet. Raises EngineUnavailable where there is none."""
+        record, prompt = job.record, job.prompt
+        record.begins(DECIDE, self._now())
+        engine = self._engines.choose(
+            prompt.chains, prompt.tokens, record.key, record.tried, prompt.texts
+        )
+        if engine is None:
+            raise EngineUnavailable("no decode engine is known", retry_after_s=RETRY_AFTER_S)
+        record.engine = engine.name
+        record.tried.append(engine.name)
+        return engine
+
+    async def _attempt(
+        self, engine: Engine, job: Job, better: Better | None
+    ) -> WholeAnswer | Relayed:
         # 3. What is known of every place, as of now.
         record, parsed = job.record, job.parsed
-        record.facts = self._facts(job, engine.name)
         visit = job.inbound.visit
-        record.snapshot = visit.seen(
-            self._view.snapshot(engine.name, job.prompt.chains, self._budget.free_tokens)
-        )
-
-        # 4. Decide.
         client_params = self._client_params(parsed)
-        if client_params is not None:
-            visit.check_peers(step.peer for step in client_params.plan)
-        record.decision = self._decide(record, client_params)
+        if better is None:
+            record.facts = self._facts(job, engine.name)
+            record.snapshot = visit.seen(
+                self._view.snapshot(engine.name, job.prompt.chains, self._budget.free_tokens)
+            )
+
+            # 4. Decide; what waits may be decided anew, by `LateBinding`.
+            if client_params is not None:
+                visit.check_peers(step.peer for step in client_params.plan)
+            record.decision, record.decided = self._decide(record, client_params), None
+        else:
+            self._move(record, better)
 
         # 5. Sign the plan into the body and send it to the engine.
         if client_params is not None:
@@ -146,12 +173,24 @@ class Attempts:
         self._note_dispatch(record)
         # 6. D's agent carries out the plan; `Outcomes.came` hears how it went.
         # 7. Nothing goes to the client before the engine's first event; then all of it does.
-        return await self._relay(engine, job, body)
+        waiting = None if client_params is not None else self._binding.enter(job, engine.name)
+        if waiting is None:
+            return await self._relay(engine, job, body)
+        with self._binding.listed(waiting):
+            return await self._relay(engine, job, body)
 
-    def _forget(self, record: RequestRecord) -> None:
+    @staticmethod
+    def _move(record: RequestRecord, better: Better) -> None:
+        """Decided anew; what the policy decided at first stays for the log."""
+        assert record.decision is not None
+        assert record.snapshot is not None
+        record.decided = record.decided or (record.decision, record.snapshot)
+        record.decision, record.snapshot = better.decision, better.snapshot
+
+    def _forget(self, record: RequestRecord, status: str = "unknown") -> None:
         """What was sent is not ahead of others any more, and its outcome tells nothing."""
         self._dispatcher.prefill_over(record)
-        self._outcomes.forget(record)
+        self._outcomes.forget(record, status)
         record.transfer_id = ""
         record.key = self._ids.hex(16)
 
@@ -243,6 +282,7 @@ class Attempts:
     def _saw_events(self, record: RequestRecord, count: int) -> None:
         gap_s = record.saw_events(count, self._now())
         if gap_s is None:
+            self._binding.begun(record)
             self._dispatcher.prefill_over(record)
         else:
             self._metrics.itl.observe(record.target_name, gap_s, count)

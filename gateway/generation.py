@@ -200,6 +200,7 @@ class Generation:
 
     def close(self) -> None:
         """Log what still waits for its outcome."""
+        self._attempts.close()
         self.outcomes.close()
         self._deadlines.close()
 

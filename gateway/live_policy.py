@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prfaas.errors import ConfigError
-from prfaas.interfaces import LearningPolicy, RoutingPolicy
+from prfaas.interfaces import BindsLate, LearningPolicy, RoutingPolicy
 from prfaas.settings import GatewaySettings, PolicySettings
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target
 from prfaas.values import Value
@@ -46,6 +46,8 @@ class Running:
         self.version = version
         """Grows with each policy that took its place."""
         self.state = policy.initial_state()
+        self.move_gain_s = policy.move_gain_s if isinstance(policy, BindsLate) else None
+        """What a request that waits must gain to move; None: none does."""
         self._learner = policy if isinstance(policy, LearningPolicy) else None
 
     def decide(self, facts: RequestFacts, snapshot: Snapshot) -> Decision:

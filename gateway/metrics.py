@@ -62,10 +62,17 @@ class GatewayMetrics:
             "fallbacks", "Requests meant for a peer of which D prefilled some or all.", "reason"
         )
         self.outcomes = self._counter(
-            "outcomes", "Transfers by how they ended; `unknown`: no agent said.", "status"
+            "outcomes",
+            "Transfers by how they ended; `unknown`: no agent said; `moved`: called off by us.",
+            "status",
         )
         self.engine_retries = self._counter(
             "engine_retries", "Requests that went on to another engine.", "engine", "reason"
+        )
+        self.moves = self._counter(
+            "moves",
+            "Requests that moved while they waited, `to_remote` or `to_local`.",
+            "direction",
         )
         self.policy_changes = self._counter(
             "policy_changes",

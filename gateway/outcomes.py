@@ -79,10 +79,10 @@ class Outcomes:
                 self._waiters.pop(record.transfer_id, None)
         return record.outcome
 
-    def forget(self, record: RequestRecord) -> None:
+    def forget(self, record: RequestRecord, status: str = "unknown") -> None:
         """Another attempt follows: what became of this one's transfer tells nothing."""
         if self._awaiting.pop(record.transfer_id, None) is not None:
-            self._unknown(record)
+            self._unknown(record, status)
 
     def ended(self, record: RequestRecord) -> None:
         """Log a request, with its outcome where that comes soon."""
@@ -107,9 +107,9 @@ class Outcomes:
         self._unknown(record)
         self._log.add(record)
 
-    def _unknown(self, record: RequestRecord) -> None:
+    def _unknown(self, record: RequestRecord, status: str = "unknown") -> None:
         """What became of its transfer is not known, and held against nobody."""
-        self._metrics.outcomes.labels("unknown").inc()
+        self._metrics.outcomes.labels(status).inc()
         self._view.breakers.unjudged(record.engine, _sent_to(record))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from gateway.live_policy import Parameters, Shadow
+from gateway.moves import Move
 from gateway.stages import Mark, Stage, seconds_by_stage, stages_of
 from gateway.trace import Trace
 from prfaas.clock import Clock
@@ -54,6 +55,9 @@ class RequestRecord(msgspec.Struct):
     shadow: Shadow | None = None
     """What another policy would have done."""
     decision: Decision | None = None
+    decided: tuple[Decision, Snapshot] | None = None
+    """What the policy said and saw, where a request has moved since."""
+    moves: tuple[Move, ...] = ()
     kv_quality: str = "exact"
     """Class that KV from a peer may have."""
     on_failure: str = ""
@@ -178,6 +182,7 @@ class RecordBook:
 
 def summary(record: RequestRecord) -> dict[str, Any]:
     """A record as plain data, without anything of the prompt; enough to replay the decision."""
+    decision, snapshot = record.decided or (record.decision, record.snapshot)
     return {
         "request_id": record.request_id,
         "transfer_id": record.transfer_id or None,
@@ -191,7 +196,8 @@ def summary(record: RequestRecord) -> dict[str, Any]:
         "tried": record.tried,
         "target": record.target_name,
         "kv_quality": record.kv_quality,
-        "decision": record.decision,
+        "decision": decision,
+        "moves": record.moves,
         "on_failure": record.on_failure or None,
         "status": record.status or None,
         "error": record.error or None,
@@ -207,7 +213,7 @@ def summary(record: RequestRecord) -> dict[str, Any]:
         "policy_version": record.policy_version,
         "shadow": record.shadow,
         "facts": record.facts,
-        "snapshot": record.snapshot,
+        "snapshot": snapshot,
     }
 
 

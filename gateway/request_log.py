@@ -45,7 +45,7 @@ class RequestLog:
         if not LOGGER.isEnabledFor(logging.INFO):
             return
         fields = summary(record)
-        fields["snapshot"] = self._snapshot(record.snapshot)
+        fields["snapshot"] = self._snapshot(fields["snapshot"])
         self._lines.append(self._encoder.encode(fields).decode())
         if len(self._lines) >= MAX_LINES:
             self.flush()

@@ -75,6 +75,10 @@ class SentLedger:
     def shown_by_d(self, key: str) -> None:
         self._remove(self._bytes, key)
 
+    def is_shown(self, key: str) -> bool:
+        """The place that is to prefill it has told of it, so its load includes it."""
+        return key not in self._tokens and key not in self._local
+
     def only_d_knows(self, key: str) -> bool:
         """D's agent has named this transfer, and P's has not."""
         return key in self._tokens and key not in self._bytes

@@ -51,7 +51,7 @@ class PolicySettings(Section):
         0.05, ge=0, description="Remote must be faster than local by this share to be chosen."
     )
     length_price_s: float = Field(
-        5.0,
+        3.0,
         ge=0,
         description="Policy `priced`: seconds of TTFT that a prompt e times as long as the solved "
         "threshold may cost to leave, and one a factor of e shorter must gain; 0: lengths have "
@@ -96,5 +96,5 @@ class PolicySettings(Section):
         0.1,
         ge=0,
         description="Policy `priced`: a request that waits moves to a site that stands idle if it "
-        "gains so much TTFT; none: it stays. Simulator only so far.",
+        "gains so much TTFT; none: it stays.",
     )

@@ -86,3 +86,19 @@ def test_whatever_happens_the_sums_return_to_nothing() -> None:
         ledger.finish(key)
     assert len(ledger) == 0
     assert [ledger.unshown(p) for p in (D, P, Q)] == [Unshown()] * 3
+
+
+def test_a_place_that_has_told_of_a_request_shows_it() -> None:
+    sent = SentLedger(0.5)
+    sent.add_local("l", "d", 10, 0.0)
+    sent.add_remote("r", "d", "p/0", 10, 100, 100, 0.0)
+    assert not sent.is_shown("l")
+    assert not sent.is_shown("r")
+    assert not sent.only_d_knows("r")
+    sent.shown_by_d("r")
+    assert sent.only_d_knows("r")
+    sent.shown_by_p("r")
+    sent.load_reported("d", 1.0)
+    assert sent.is_shown("r")
+    assert sent.is_shown("l")
+    assert not sent.only_d_knows("r")
