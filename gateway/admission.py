@@ -53,11 +53,13 @@ class FallbackBudget:
     def __init__(self, total_tokens: int) -> None:
         self.total_tokens = total_tokens
         self.granted_tokens = 0
+        self.others_tokens = 0
+        """Granted by other workers of this gateway, as last heard."""
         self._grants: dict[str, int] = {}
 
     @property
     def free_tokens(self) -> int:
-        return self.total_tokens - self.granted_tokens
+        return max(0, self.total_tokens - self.granted_tokens - self.others_tokens)
 
     def grant(self, transfer_id: str, tokens: int) -> bool:
         """Whether this offload may fall back to D; counts against the budget until `finish`."""

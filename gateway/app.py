@@ -36,13 +36,14 @@ from gateway.state.starting import prefixes_of, state_of
 from gateway.tenancy.tenancy import tenancy_of
 from gateway.tokenise import PromptTokenizer, Tokeniser
 from gateway.tokenizer_check import TokenizerCheck
+from gateway.workers.link import Hearers, WorkerLink
 from prfaas.clock import SYSTEM_CLOCK, Clock
 from prfaas.cluster_state import ClusterStore
 from prfaas.dialling import ends_at, open_files
 from prfaas.errors import ConfigError
 from prfaas.http_log import server_logger
 from prfaas.interfaces import RoutingPolicy
-from prfaas.settings import Settings
+from prfaas.settings import GatewaySettings, Settings
 from prfaas.snapshot import Outcome
 from prfaas.tokens import Tokenizer
 from prfaas.tracing_on import open_spans
@@ -75,12 +76,17 @@ class Gateway:
         make_policy: MakePolicy | None = None,
         store: ClusterStore | None = None,
         effective: Effective | None = None,
+        worker: WorkerLink | None = None,
     ) -> None:
         """`make_policy` makes canary and shadow, and what changed files name; `store` is where it
         meets other gateways, in place of the Redis that settings name; `effective` reads policy
-        files for the log.
+        files for the log; `worker`: this is one of several processes, and another one feeds it.
         """
-        check_settings(settings)
+        self._worker = worker
+        if worker is None:
+            check_settings(settings)
+        else:
+            store = worker
         gateway, limits = settings.gateway, settings.limits
         files = open_files(gateway.tls, "client", "gateway.tls")
         self._settings, self._limits = gateway, limits
@@ -138,6 +144,7 @@ class Gateway:
             limits,
             self._outcome,
             self.metrics.engine_left,
+            watches=worker is None,
         )
         self.passing = Passing(
             gateway,
@@ -211,6 +218,16 @@ class Gateway:
             self._door,
         )
         self.membership.start()
+        if self._worker is not None:
+            self._worker.start(
+                Hearers(
+                    self.view,
+                    self.budget,
+                    self._members_changed,
+                    self._outcome,
+                    lambda: self.membership.leaving,
+                )
+            )
         tasks = [asyncio.create_task(self.policy.run())]
         if self.discovery.follows:
             tasks.append(asyncio.create_task(self.discovery.run()))
@@ -219,7 +236,9 @@ class Gateway:
         tasks.append(asyncio.create_task(self.dashboard.run()))
         try:
             await runner.setup()
-            self.port = await front.start(self._settings.host, self._settings.port)
+            self.port = await front.start(
+                self._settings.host, self._settings.port, shared=self._worker is not None
+            )
             logger.info("listening on %s:%d", self._settings.host, self.port)
             if self.state is not None:
                 self.state.address = f"{self._settings.host}:{self.port}"
@@ -296,22 +315,41 @@ async def serve(
 
     `ready` is called with the port once it listens. Raises ConfigError.
     """
-    tokenizer = None
-    if settings.gateway.tokenizer is not None:
-        tokenizer = Tokenizer.load(settings.gateway.tokenizer)
-    elif settings.gateway.offload and (settings.gateway.peers or settings.gateway.discovery.peers):
+    tokenizer = load_tokenizer(settings.gateway)
+    gateway = Gateway(settings, policy, tokenizer, make_policy=make_policy, effective=effective)
+    await run_gateway(gateway, ready)
+
+
+def load_tokenizer(gateway: GatewaySettings) -> Tokenizer | None:
+    """As the settings say. Raises ConfigError."""
+    if gateway.tokenizer is not None:
+        return Tokenizer.load(gateway.tokenizer)
+    if gateway.offload and (gateway.peers or gateway.discovery.peers):
         logger.warning(
             "gateway.tokenizer is not set: only prompts that are token arrays can be offloaded"
         )
-    gateway = Gateway(settings, policy, tokenizer, make_policy=make_policy, effective=effective)
+    return None
+
+
+async def run_gateway(
+    gateway: Gateway, ready: Callable[[int], None] | None = None, life_fd: int | None = None
+) -> None:
+    """Until SIGTERM or SIGINT, as `serve` says. The end of `life_fd` is as good as a signal."""
     stop, force = asyncio.Event(), asyncio.Event()
 
     def signalled() -> None:
         (force if stop.is_set() else stop).set()
 
+    def life_ended() -> None:
+        assert life_fd is not None
+        loop.remove_reader(life_fd)
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled)
+    if life_fd is not None:
+        loop.add_reader(life_fd, life_ended)
     try:
         async with gateway.running():
             # What was imported and wired stays: no collection needs to go through it again.
@@ -324,6 +362,8 @@ async def serve(
             logger.info("draining %d requests", gateway.admission.in_flight)
             await _first(gateway.drain(), force.wait())
     finally:
+        if life_fd is not None:
+            loop.remove_reader(life_fd)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
 

@@ -78,6 +78,7 @@ class ClusterView:
         self._limits = limits
         self._clock = clock
         self._model = settings.model
+        self.offloads = settings.offload
         self._engines: tuple[EngineEndpoint, ...] = settings.engines
         self._peers: tuple[PeerEndpoint, ...] = settings.peers
         self.index = index or ExactPrefixIndex()
@@ -125,9 +126,11 @@ class ClusterView:
         self._watched = frozenset(e.name for e in (*leaving, *engines) if e.agent is not None)
         self._unfed_known.clear()
 
-    def update(self, place: str, update: WatchUpdate) -> tuple[Outcome, ...]:
-        """Take in one Watch event of the agent at `place`; returns the outcomes it reports."""
-        feed, now = self.feeds.get(place), self._clock.now()
+    def update(self, place: str, update: WatchUpdate, age_s: float = 0.0) -> tuple[Outcome, ...]:
+        """Take in one Watch event of the agent at `place`, heard so long ago; returns the outcomes
+        it reports.
+        """
+        feed, now = self.feeds.get(place), self._clock.now() - age_s
         if feed is None:  # it has just left
             return ()
         feed.connected, feed.heard_at = True, now

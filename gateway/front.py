@@ -82,11 +82,13 @@ class Front:
     def open(self) -> int:
         return len(self._connections)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listen; returns the port. Raises OSError where that is not possible."""
+    async def start(self, host: str, port: int, *, shared: bool = False) -> int:
+        """Listen, `shared`: beside other processes that do; returns the port. Raises OSError where
+        that is not possible.
+        """
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(
-            lambda: ClientConnection(self), host, port, backlog=1024
+            lambda: ClientConnection(self), host, port, backlog=1024, reuse_port=shared or None
         )
         self._timer = loop.call_later(self._sweep_s, self._sweep)
         return int(self._server.sockets[0].getsockname()[1])

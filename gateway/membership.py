@@ -51,8 +51,12 @@ class Membership:
         limits: Limits,
         on_outcome: Callable[[Outcome], None],
         on_left: Callable[[str], None],
+        *,
+        watches: bool = True,
     ) -> None:
-        """`on_left` is told the name of an engine that is gone. Raises ConfigError."""
+        """`on_left` is told the name of an engine that is gone. `watches` False: somebody else
+        follows the agents and feeds the view. Raises ConfigError.
+        """
         self._view = view
         self._engines = engines
         self._abilities = abilities
@@ -60,6 +64,7 @@ class Membership:
         self._limits = limits
         self._on_outcome = on_outcome
         self._on_left = on_left
+        self._watches = watches
         self._running = False
         self._joined: dict[str, _Joined] = {}
         self._watching: dict[str, tuple[Endpoint, asyncio.Task[None] | None]] = {}
@@ -77,6 +82,11 @@ class Membership:
     def draining(self) -> int:
         """Engines that have left and still answer."""
         return len(self._drains)
+
+    @property
+    def leaving(self) -> tuple[str, ...]:
+        """Their names, where nobody else has taken them."""
+        return tuple(self._leaving)
 
     def start(self) -> None:
         """Probe the engines and follow the agents."""
@@ -179,7 +189,7 @@ class Membership:
 
     def _watch(self, place: str, endpoint: Endpoint) -> None:
         task = None
-        if self._running:
+        if self._running and self._watches:
             client = WatchClient(
                 self._view, place, endpoint, "gateway", self._limits, self._on_outcome
             )

@@ -53,6 +53,13 @@ class ExactPrefixIndex:
         held = self._engines.get(engine)
         return len(held.blocks) if held is not None else 0
 
+    def held(self, engine: str) -> tuple[str, tuple[BlockHash, ...]] | None:
+        """Epoch and all blocks of an engine that publishes cache events, to be told to another
+        index; None where nothing is known.
+        """
+        held = self._engines.get(engine)
+        return None if held is None or held.overflowed else (held.epoch, tuple(held.blocks))
+
     def match(self, engine: str, chain: Sequence[BlockHash]) -> int:
         """How many leading blocks of `chain` the engine holds."""
         held = self._engines.get(engine)

@@ -61,22 +61,27 @@ def cli() -> None:
 @cli.command()
 @_serving
 @click.option("--no-offload", is_flag=True, help="Everything stays local.")
+@click.option("--workers", type=click.IntRange(1, 64), help="Processes that share the port.")
 def gateway(
     config: Path | None,
     host: str | None,
     port: int | None,
     ready_fd: int | None,
     no_offload: bool,
+    workers: int | None,
 ) -> None:
     """Run the gateway: the OpenAI API in front of the decode engines."""
+    offload = False if no_offload else None
+    settings = _settings(config, "gateway", host=host, port=port, offload=offload, workers=workers)
+    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    if settings.gateway.workers > 1:
+        _run_workers(settings, _ready(ready_fd))
+        return
     from gateway.app import serve
     from policies.effective import effective
     from policies.registry import make_policy
 
-    offload = False if no_offload else None
-    settings = _settings(config, "gateway", host=host, port=port, offload=offload)
     policy = make_policy(settings.gateway.policy)
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
     _run(
         serve(
             settings,
@@ -341,6 +346,27 @@ def _settings(
     except ValidationError as exc:
         raise ConfigError(validation_message(exc, prefix=section)) from exc
     return settings.model_copy(update={section: changed})
+
+
+def _run_workers(settings: Settings, ready: Callable[[int], None]) -> None:
+    """A supervisor that imports nothing heavy, and forks; the rest is its children's."""
+    from gateway.workers.place import Place
+    from gateway.workers.supervisor import Supervisor
+
+    def state(place: Place) -> None:
+        from gateway.workers.process import serve_state
+        from policies.registry import make_policy
+
+        _run(serve_state(place, settings, make_policy))
+
+    def worker(place: Place) -> None:
+        from gateway.workers.process import serve_worker
+        from policies.effective import effective
+        from policies.registry import make_policy
+
+        _run(serve_worker(place, settings, make_policy, effective))
+
+    Supervisor(settings, ready, state, worker).run()
 
 
 async def _reach_state(settings: StateSettings) -> None:

@@ -247,6 +247,18 @@ class GatewaySettings(Section):
 
     host: str = Field("127.0.0.1", description="Listen address.")
     port: int = Field(8000, ge=0, le=65535, description="Listen port; 0 picks one.")
+    workers: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Processes that serve on this port together; from 2 on, another one keeps "
+        "their state (docs/operations.md).",
+    )
+    worker_dir: Path | None = Field(
+        None,
+        description="Directory in which they make a private one for their sockets; none: the "
+        "system's for temporary files.",
+    )
     model: str = Field("default", description="Model name served to clients.")
     tokenizer: Path | None = Field(
         None,

@@ -1,0 +1,79 @@
+"""The process that keeps the state of all workers: Watch streams, indices, limits and policies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from gateway.app import check_settings
+from gateway.discovery import Discovery
+from gateway.live_policy import MakePolicy
+from gateway.members import Members
+from gateway.metrics import GatewayMetrics
+from gateway.state.memory import MemoryStore
+from gateway.workers.files import good_copies
+from gateway.workers.messages import MembersAre, ToWorker
+from gateway.workers.place import Place
+from gateway.workers.state_server import StateServer
+from gateway.workers.told_view import ToldView
+from gateway.workers.watching import Watching
+from prfaas.clock import Clock
+from prfaas.dialling import ends_at, open_files
+from prfaas.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class StateProcess:
+    """Owns every part of it. Use `running`, which starts and stops it."""
+
+    def __init__(
+        self, place: Place, settings: Settings, make_policy: MakePolicy, clock: Clock
+    ) -> None:
+        """Raises ConfigError."""
+        check_settings(settings)
+        gateway, limits = settings.gateway, settings.limits
+        files = open_files(gateway.tls, "client", "gateway.tls")
+        self.metrics = GatewayMetrics()
+        self.metrics.certificate_end.set_function(partial(ends_at, files))
+        self.copies = good_copies(gateway, place.directory, make_policy, self.metrics)
+        self.view = ToldView(gateway, limits, clock, self._tell)
+        self.discovery = Discovery(gateway, limits, self._members_changed, self.metrics)
+        self.store = MemoryStore(clock)
+        self.server = StateServer(
+            place.state_socket, self.store, self.view, lambda: self.watching.members, clock
+        )
+        self.watching = Watching(
+            self.discovery.members,
+            self.view,
+            files,
+            limits,
+            lambda: self.server.leaving,
+            lambda members: self._tell(MembersAre.of(members)),
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[StateProcess]:
+        """Listen, and follow agents and files."""
+        runs = [self.watching.run(), *(copy.run() for copy in self.copies.values())]
+        if self.discovery.follows:
+            runs.append(self.discovery.run())
+        await self.server.start()
+        tasks = [asyncio.create_task(run) for run in runs]
+        try:
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.server.close()
+            await self.watching.close()
+
+    def _tell(self, message: ToWorker) -> None:
+        self.server.tell(message)
+
+    async def _members_changed(self, members: Members) -> None:
+        await self.watching.apply(members)
