@@ -9,7 +9,6 @@ from functools import partial
 
 import grpc.aio
 
-from prfaas.clock import Deadline
 from prfaas.dialling import ends_at, open_files
 from prfaas.kvport import PortServer
 from prfaas.rpc.server_log import quiet_server_log
@@ -17,7 +16,7 @@ from prfaas.settings import Settings
 from prfaas.tls import require_tls_or_loopback
 from prfaas.tracing_on import open_spans
 from remote_prefill.decode_agent import DecodeAgent
-from remote_prefill.lifecycle import stop_grpc, stop_signals
+from remote_prefill.lifecycle import run_until_stopped, stop_grpc
 from remote_prefill.metrics import metrics_server
 from remote_prefill.standard_services import HealthReporter, add_reflection
 from remote_prefill.telemetry_service import TELEMETRY, TelemetryService
@@ -87,22 +86,6 @@ class AgentServer:
 
 async def serve(settings: Settings, ready: Callable[[int], None] | None = None) -> None:
     """Run until a signal, then drain. `ready` gets the port once it serves. Raises ConfigError."""
-    server = AgentServer(settings)
-    agent, mine = server.agent, settings.agent
-    grace_s = 0.0
-    with (
-        stop_signals() as signals,
-        metrics_server(mine.metrics_host, mine.metrics_port, agent.metrics.registry),
-    ):
-        try:
-            port = await server.start()
-            if ready is not None:
-                ready(port)
-            await signals.drain.wait()
-            agent.drain()
-            log.info("draining %r", agent)
-            deadline = Deadline.after(settings.limits.drain_timeout_s)
-            if await signals.drained(agent.wait_idle(), deadline.remaining_s()):
-                grace_s = deadline.remaining_s()
-        finally:
-            await server.stop(grace_s, signals.force)
+    server, mine = AgentServer(settings), settings.agent
+    with metrics_server(mine.metrics_host, mine.metrics_port, server.agent.metrics.registry):
+        await run_until_stopped(server, server.agent, settings.limits.drain_timeout_s, ready)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import grpc.aio
+
+from prfaas.clock import Deadline
+
+log = logging.getLogger(__name__)
 
 FLUSH_S = 0.5
 """The last words of a process that is forced to end, errors and outcomes, may take so long."""
@@ -37,6 +43,20 @@ class StopSignals:
             for wait in waits:
                 wait.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
+
+
+class DrainableAgent(Protocol):
+    """What takes no new work after `drain` and is then done at some time."""
+
+    def drain(self) -> None: ...
+    async def wait_idle(self) -> None: ...
+
+
+class AgentProcess(Protocol):
+    """An agent's servers; `stop` also ends what a failed start left."""
+
+    async def start(self) -> int: ...
+    async def stop(self, grace_s: float, force: asyncio.Event) -> None: ...
 
 
 @contextmanager
@@ -69,3 +89,26 @@ async def stop_grpc(server: grpc.aio.Server, grace_s: float, force: asyncio.Even
     finally:
         forced.cancel()
         await asyncio.gather(stopping, forced, return_exceptions=True)
+
+
+async def run_until_stopped(
+    server: AgentProcess,
+    agent: DrainableAgent,
+    drain_timeout_s: float,
+    ready: Callable[[int], None] | None,
+) -> None:
+    """Run until a signal, then drain. `ready` gets the port once it serves. Raises ConfigError."""
+    grace_s = 0.0
+    with stop_signals() as signals:
+        try:
+            port = await server.start()
+            if ready is not None:
+                ready(port)
+            await signals.drain.wait()
+            agent.drain()
+            log.info("draining %r", agent)
+            deadline = Deadline.after(drain_timeout_s)
+            if await signals.drained(agent.wait_idle(), deadline.remaining_s()):
+                grace_s = deadline.remaining_s()
+        finally:
+            await server.stop(grace_s, signals.force)

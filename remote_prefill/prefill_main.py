@@ -9,14 +9,13 @@ from functools import partial
 
 import grpc.aio
 
-from prfaas.clock import Deadline
 from prfaas.dialling import ends_at, open_files
 from prfaas.kvport import PortServer
 from prfaas.rpc.server_log import quiet_server_log
 from prfaas.settings import Settings
 from prfaas.tls import require_tls_or_loopback
 from prfaas.tracing_on import open_spans
-from remote_prefill.lifecycle import stop_grpc, stop_signals
+from remote_prefill.lifecycle import run_until_stopped, stop_grpc
 from remote_prefill.metrics import metrics_server
 from remote_prefill.prefill_agent import PrefillAgent
 from remote_prefill.service import PrefillService
@@ -104,22 +103,6 @@ class PrefillServer:
 
 async def serve(settings: Settings, ready: Callable[[int], None] | None = None) -> None:
     """Run until a signal, then drain. `ready` gets the port once it serves. Raises ConfigError."""
-    server = PrefillServer(settings)
-    agent, mine = server.agent, settings.prefill
-    grace_s = 0.0
-    with (
-        stop_signals() as signals,
-        metrics_server(mine.metrics_host, mine.metrics_port, agent.metrics.registry),
-    ):
-        try:
-            port = await server.start()
-            if ready is not None:
-                ready(port)
-            await signals.drain.wait()
-            agent.drain()
-            log.info("draining %r", agent)
-            deadline = Deadline.after(settings.limits.drain_timeout_s)
-            if await signals.drained(agent.wait_idle(), deadline.remaining_s()):
-                grace_s = deadline.remaining_s()
-        finally:
-            await server.stop(grace_s, signals.force)
+    server, mine = PrefillServer(settings), settings.prefill
+    with metrics_server(mine.metrics_host, mine.metrics_port, server.agent.metrics.registry):
+        await run_until_stopped(server, server.agent, settings.limits.drain_timeout_s, ready)
