@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
+from prometheus_client import CollectorRegistry
 
 from gateway.abilities import Abilities
 from gateway.admission import Admission, FallbackBudget
@@ -32,11 +34,13 @@ from gateway.metrics import GatewayMetrics, LiveSources
 from gateway.passing import Passing
 from gateway.records import RecordBook
 from gateway.request_spans import RequestSpans
+from gateway.state.metrics import StateMetrics
 from gateway.state.starting import prefixes_of, state_of
 from gateway.tenancy.tenancy import tenancy_of
 from gateway.tokenise import PromptTokenizer, Tokeniser
 from gateway.tokenizer_check import TokenizerCheck
-from gateway.workers.link import Hearers, WorkerLink
+from gateway.workers.everyone import Everyone, Parts, Worker
+from gateway.workers.link import Hearers
 from prfaas.clock import SYSTEM_CLOCK, Clock
 from prfaas.cluster_state import ClusterStore
 from prfaas.dialling import ends_at, open_files
@@ -60,6 +64,9 @@ LINGER_S = 1.0
 YOUNG_OBJECTS = 20_000
 """New objects between two looks for garbage in circles; Python looks after 700."""
 
+WORKER_PAUSE_S = 0.1
+"""Between two tries of a worker to reach the process that keeps the state, at most."""
+
 CUT_S = 0.5
 """What still runs after the drain, or without one, is cancelled after so long."""
 
@@ -76,7 +83,7 @@ class Gateway:
         make_policy: MakePolicy | None = None,
         store: ClusterStore | None = None,
         effective: Effective | None = None,
-        worker: WorkerLink | None = None,
+        worker: Worker | None = None,
     ) -> None:
         """`make_policy` makes canary and shadow, and what changed files name; `store` is where it
         meets other gateways, in place of the Redis that settings name; `effective` reads policy
@@ -86,7 +93,7 @@ class Gateway:
         if worker is None:
             check_settings(settings)
         else:
-            store = worker
+            store = worker.link
         gateway, limits = settings.gateway, settings.limits
         files = open_files(gateway.tls, "client", "gateway.tls")
         self._settings, self._limits = gateway, limits
@@ -128,7 +135,7 @@ class Gateway:
             self.view,
             self.tenancy,
             self.policy,
-            self.metrics.state,
+            self.metrics.state if worker is None else StateMetrics(CollectorRegistry()),
             clock,
             store,
             prefixes,
@@ -177,6 +184,14 @@ class Gateway:
             ),
             limits,
         )
+        self._everyone: Everyone | None = None
+        if worker is not None:
+            parts = Parts(self.metrics, self.records, self.view, self.budget, self.admission)
+            self._everyone = Everyone(worker, parts, os.getpid())
+            place = worker.place
+            self.metrics.workers.watch(place.name, place.generation, worker.link)
+            if self.state is not None:
+                self.state.max_pause_s = WORKER_PAUSE_S
         self.port = 0
 
     @asynccontextmanager
@@ -195,6 +210,7 @@ class Gateway:
             self.metrics,
             self._ids,
             self._door,
+            self._everyone,
         )
         app = handlers.app()
         self.dashboard.add_routes(app.router)
@@ -219,7 +235,7 @@ class Gateway:
         )
         self.membership.start()
         if self._worker is not None:
-            self._worker.start(
+            self._worker.link.start(
                 Hearers(
                     self.view,
                     self.budget,
@@ -234,6 +250,9 @@ class Gateway:
         if self.tenancy is not None:
             tasks.append(asyncio.create_task(self.tenancy.run()))
         tasks.append(asyncio.create_task(self.dashboard.run()))
+        if self._everyone is not None:
+            await self._everyone.start()
+            tasks.append(asyncio.create_task(self._everyone.run()))
         try:
             await runner.setup()
             self.port = await front.start(
@@ -242,6 +261,8 @@ class Gateway:
             logger.info("listening on %s:%d", self._settings.host, self.port)
             if self.state is not None:
                 self.state.address = f"{self._settings.host}:{self.port}"
+                if self._worker is not None:
+                    self.state.address = self._worker.place.name
                 tasks.append(asyncio.create_task(self.state.run()))
             yield self
         finally:
@@ -250,6 +271,8 @@ class Gateway:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            if self._everyone is not None:
+                await self._everyone.close()
             await self.tokenizer_check.close()
             if self.state is not None:
                 await self.state.close()

@@ -30,6 +30,7 @@ from gateway.relay import ClientSink, WholeAnswer
 from gateway.schema import Api
 from gateway.tenancy.door import ANYBODY, Door, Visit
 from gateway.trace import trace_of
+from gateway.workers.everyone import Everyone
 from prfaas.errors import (
     BodyTooLarge,
     Cancelled,
@@ -75,7 +76,10 @@ class Handlers:
         metrics: GatewayMetrics,
         ids: Ids,
         door: Door | None = None,
+        everyone: Everyone | None = None,
     ) -> None:
+        """`everyone`: the other workers, for whom this one answers too."""
+        self._everyone = everyone
         self._model = model
         self._limits = limits
         self._generation = generation
@@ -216,8 +220,9 @@ class Handlers:
         return _json({"status": "ready"})
 
     async def _metrics_page(self, request: web.Request) -> web.Response:
+        everyone = self._everyone
         return web.Response(
-            body=self._metrics.render(),
+            body=self._metrics.render() if everyone is None else await everyone.metrics(),
             headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"},
         )
 
@@ -225,17 +230,25 @@ class Handlers:
         text = request.query.get("limit", "50")
         if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LISTED:
             raise InvalidRequest(f"limit: from 1 to {MAX_LISTED}, not {text[:20]!r}", param="limit")
+        if self._everyone is not None:
+            return _json({"requests": await self._everyone.requests(int(text))})
         latest = self._records.latest(int(text))
         return _json({"requests": [summary(record) for record in latest]})
 
     async def _request(self, request: web.Request) -> web.Response:
         request_id = request.match_info["request_id"]
+        if self._everyone is not None:
+            told = await self._everyone.request(request_id)
+            if told is not None:
+                return web.Response(body=bytes(told), content_type="application/json")
         record = self._records.get(request_id)
         if record is None:
             raise NotFound(f"no request {request_id[:128]!r} is remembered")
         return _json(detail(record))
 
     async def _cluster(self, request: web.Request) -> web.Response:
+        if self._everyone is not None:
+            return _json(await self._everyone.cluster())
         return _json(describe(self._view, self._budget.free_tokens))
 
     def _shown_headers(self, request: web.Request) -> dict[str, str]:

@@ -24,6 +24,7 @@ from gateway.records import RequestRecord
 from gateway.state.metrics import StateMetrics
 from gateway.tenancy.metrics import TenantMetrics
 from gateway.tokenizer_check import TokenizerCheck
+from gateway.workers.metrics import WorkerMetrics
 from prfaas.clock import Clock
 from prfaas.snapshot import PREFIX_AT_D, Decision, Outcome
 from prfaas.telemetry import LinkLimit
@@ -150,6 +151,7 @@ class GatewayMetrics:
         self.e2e = self._histogram("e2e_seconds", "To the end of the answer.", E2E_BUCKETS)
         self.tenants = TenantMetrics(self.registry)
         self.state = StateMetrics(self.registry)
+        self.workers = WorkerMetrics(self.registry)
 
     def watch(self, sources: LiveSources) -> None:
         """Add the gauges that are read from live state when scraped."""

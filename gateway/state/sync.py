@@ -66,6 +66,7 @@ class StateSync:
         self._clock = clock
         self._prefixes = prefixes
         self._prefixes_seq = 0
+        self.max_pause_s = MAX_PAUSE_S
         self.id = uuid.uuid4().hex
         self.address = ""
         self._epoch = ""
@@ -108,7 +109,7 @@ class StateSync:
             if task.cancelling():  # which the client of Redis may have kept to itself
                 return
             pause_s = self._settings.interval_s * 2 ** min(10, max(0, self._failures - 3))
-            longest_s = max(MAX_PAUSE_S, self._settings.interval_s)
+            longest_s = max(self.max_pause_s, self._settings.interval_s)
             await asyncio.sleep(min(pause_s, longest_s))
 
     async def exchange(self) -> None:

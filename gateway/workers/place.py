@@ -32,7 +32,16 @@ class Place:
 
     @property
     def state_socket(self) -> Path:
-        return self.directory / "state.sock"
+        """Where workers are fed."""
+        return self.directory / "feed.sock"
+
+    def socket_of(self, index: int) -> Path:
+        """Where the process of that index is asked."""
+        return self.directory / f"{name_of(index)}.sock"
+
+    def counts_of(self, index: int) -> Path:
+        """What it has counted so far."""
+        return self.directory / f"{name_of(index)}.counts"
 
 
 def name_of(index: int) -> str:

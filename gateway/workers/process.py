@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from gateway.app import Gateway, load_tokenizer, run_gateway
 from gateway.live_policy import ACTIVE, Effective, MakePolicy
 from gateway.members import Members
+from gateway.workers.everyone import Worker
 from gateway.workers.files import policies_of, policy_copy, tenants_copy
 from gateway.workers.link import WorkerLink
 from gateway.workers.log_lock import share_handlers
@@ -65,7 +66,7 @@ async def serve_worker(
         load_tokenizer(settings.gateway),
         make_policy=make_policy,
         effective=effective,
-        worker=link,
+        worker=Worker(place, link),
     )
     await run_gateway(gateway, lambda port: _tell_ready(place), place.life_fd)
 

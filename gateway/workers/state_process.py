@@ -14,9 +14,11 @@ from gateway.live_policy import MakePolicy
 from gateway.members import Members
 from gateway.metrics import GatewayMetrics
 from gateway.state.memory import MemoryStore
+from gateway.workers.everyone import Counted
 from gateway.workers.files import good_copies
 from gateway.workers.messages import MembersAre, ToWorker
 from gateway.workers.place import Place
+from gateway.workers.siblings import Ask, Siblings
 from gateway.workers.state_server import StateServer
 from gateway.workers.told_view import ToldView
 from gateway.workers.watching import Watching
@@ -39,6 +41,9 @@ class StateProcess:
         files = open_files(gateway.tls, "client", "gateway.tls")
         self.metrics = GatewayMetrics()
         self.metrics.certificate_end.set_function(partial(ends_at, files))
+        self.metrics.workers.watch(place.name, place.generation, None)
+        self.counted = Counted(self.metrics, place)
+        self.siblings = Siblings(place, self._said)
         self.copies = good_copies(gateway, place.directory, make_policy, self.metrics)
         self.view = ToldView(gateway, limits, clock, self._tell)
         self.discovery = Discovery(gateway, limits, self._members_changed, self.metrics)
@@ -58,9 +63,11 @@ class StateProcess:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StateProcess]:
         """Listen, and follow agents and files."""
-        runs = [self.watching.run(), *(copy.run() for copy in self.copies.values())]
+        runs = [self.watching.run(), self.counted.run()]
+        runs += [copy.run() for copy in self.copies.values()]
         if self.discovery.follows:
             runs.append(self.discovery.run())
+        await self.siblings.start()
         await self.server.start()
         tasks = [asyncio.create_task(run) for run in runs]
         try:
@@ -69,11 +76,16 @@ class StateProcess:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            await self.siblings.close()
             await self.server.close()
             await self.watching.close()
 
     def _tell(self, message: ToWorker) -> None:
         self.server.tell(message)
+
+    def _said(self, ask: Ask) -> object:
+        """Metrics are all that this process is asked for."""
+        return self.counted.families()
 
     async def _members_changed(self, members: Members) -> None:
         await self.watching.apply(members)
