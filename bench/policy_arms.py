@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -67,6 +69,20 @@ class Figures:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When no more work begins, in seconds of the wall clock: processes share it."""
+
+    at_s: float = math.inf
+
+    def over(self) -> bool:
+        return time.time() > self.at_s
+
+
+class OutOfTime(Exception):
+    """A figure is not known, and the time to find figures is over."""
+
+
 OWN = ("policies.parameters", "policies.priced", "policies.simulator.late_binding")
 NEEDED = ("bench.policy_arms", "bench.policy_cases", "prfaas.profile", "prfaas.snapshot")
 
@@ -77,8 +93,8 @@ class Memo:
     The code that is loaded is part of the key; what only `priced` runs, for `priced` alone.
     """
 
-    def __init__(self, folder: Path = FOUND) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path = FOUND, limit: Deadline = Deadline()) -> None:
+        self._folder, self._limit = folder, limit
         loaded = {
             name: Path(str(module.__file__))
             for name, module in sorted(sys.modules.items())
@@ -88,7 +104,7 @@ class Memo:
         self._own = _digest(*(loaded[name].read_bytes() for name in OWN))
 
     def get(self, arm: Arm, what: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
-        """JSON data: as it was found before, or as `compute` finds it now."""
+        """JSON data: as it was found before, or as `compute` finds it now. Raises OutOfTime."""
         own = self._own if arm.policy == "priced" else ""
         settings = arm.settings()
         read = {name: getattr(settings, name) for name in parameters_of(arm.policy)}
@@ -96,6 +112,8 @@ class Memo:
         path = self._folder / f"{key}.json"
         if path.is_file():
             return json.loads(path.read_text())
+        if self._limit.over():
+            raise OutOfTime
         found = compute()
         self._folder.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")

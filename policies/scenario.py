@@ -142,7 +142,7 @@ class QueueOrder(Part):
 
     name: Literal["fcfs", "srpt", "slack"] = Field("fcfs", description="Order of waiting prompts.")
     ageing: float = Field(
-        0.5, gt=0, description="srpt: by arrival + this times the seconds still to compute."
+        2.0, gt=0, description="srpt: by arrival + this times the seconds still to compute."
     )
     deadline_s: float = Field(10.0, gt=0, description="slack: every prompt's TTFT deadline.")
     deadline_per_s: float = Field(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.policies import _geomean, _interval, _late
-from bench.policy_arms import Arm, Memo
+from bench.policy_arms import Arm, Deadline, Memo, OutOfTime
 from bench.policy_cases import WORKLOADS, Case, cases, ready
 
 
@@ -22,8 +22,13 @@ def test_scenarios_are_workloads_by_links_by_kinds_of_kv() -> None:
         assert sum(case.drops for case in of_kind) == len(WORKLOADS)
         assert sum(case.rtt_ms == 80 for case in of_kind) == len(WORKLOADS)
         assert sum(case.peers == 2 for case in of_kind) == len(WORKLOADS)
-    first = sorted(found, key=_late)[: len(WORKLOADS)]
-    assert {case.workload for case in first} == set(WORKLOADS)
+    wanted = sorted(found, key=_late)
+    for first in range(0, len(wanted), len(WORKLOADS)):
+        alike = wanted[first : first + len(WORKLOADS)]
+        assert {case.workload for case in alike} == set(WORKLOADS), (
+            "none is left out before another"
+        )
+        assert len({replace(case, workload="") for case in alike}) == 1
 
 
 def test_a_site_is_planned_and_its_parts_differ() -> None:
@@ -56,6 +61,14 @@ def test_a_figure_is_computed_once_for_the_same_arm(tmp_path: Path) -> None:
         before = len(calls)
         Memo(tmp_path).get(other, what, compute)
         assert len(calls) == before + 1
+
+
+def test_when_time_is_over_only_what_was_found_is_there(tmp_path: Path) -> None:
+    over = Memo(tmp_path, Deadline(0.0))
+    with pytest.raises(OutOfTime):
+        over.get(Arm("paper"), ("x", 1), lambda: 1.0)
+    assert Memo(tmp_path).get(Arm("paper"), ("x", 1), lambda: 2.0) == 2.0
+    assert over.get(Arm("paper"), ("x", 1), lambda: 3.0) == 2.0
 
 
 def test_the_interval_is_over_seeds_and_not_over_scenarios() -> None:
