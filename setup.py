@@ -8,8 +8,10 @@ import sys
 from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
-SOURCES = ["exponent", "int8", "module", "rans", "rans_avx2", "transform"]
-FLAGS = [] if sys.platform == "win32" else ["-O2", "-std=gnu11", "-fno-math-errno", "-Wall"]
+SOURCES = ["exponent", "int8", "module", "rans", "rans_avx2", "rans_avx512", "transform"]
+# Without contraction every CPU gets the same bits: see native.h.
+UNIX_FLAGS = ["-O2", "-std=gnu11", "-fno-math-errno", "-ffp-contract=off", "-Wall"]
+FLAGS = [] if sys.platform == "win32" else UNIX_FLAGS
 
 
 class AbiWheel(bdist_wheel):

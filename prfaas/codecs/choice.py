@@ -33,7 +33,7 @@ EXPECTED = {
     "planes-zstd": Pace(0.45e9, 1.44),
     "exponent": Pace(0.8e9, 1.5),
     "int8": Pace(2.4e9, 1.92),
-    "near-channels": Pace(0.45e9, 2.6),
+    "near-channels": Pace(0.9e9, 2.6),
     "near-basis": Pace(50e6, 3.4),
     "compact-basis": Pace(60e6, 5.5),
     "tight-basis": Pace(90e6, 10.5),

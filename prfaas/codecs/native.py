@@ -17,6 +17,12 @@ class Native(Protocol):
     are a length or 0, NO_GAIN or CORRUPT. All release the GIL; the C files describe the formats.
     """
 
+    def simd(self, most: int, /) -> int:
+        """Have the entropy coder use no more than 0: any CPU, 1: AVX2, 2: AVX-512; what it uses
+        then. For tests: every level makes the same bytes.
+        """
+        ...
+
     def exponent_encode(self, src: Buffer, dst: Buffer, rows: int, cols: int, item: int, /) -> int:
         """Rows of `cols` items of 2 or 4 bytes; `dst` at most as long."""
         ...

@@ -107,7 +107,7 @@ static void numbers(void)
     float *x = malloc(n * 4), *turns = malloc(rows * dim * 4), *mean = malloc(width * 4);
     float *basis = malloc((cols + 15) / 16 * 16 * width * 4), *other = malloc((width + 15) / 16 * 16 * cols * 4);
     float *scratch = malloc(cols * 48 * 4), *scale = malloc(width * 4);
-    float *scratch8 = malloc(width * 8 * 4);
+    float *scratch32 = malloc(width * BLOCK * 4);
     int16_t *q = malloc(rows * cols * 2), *q2 = malloc(n * 2);
     for (size_t i = 0; i < n * 2; i++)
         raw[i] = (uint8_t)draw(256);
@@ -132,18 +132,19 @@ static void numbers(void)
     for (size_t i = 0; i < rows * cols; i++)
         q[i] = (int16_t)draw(65536);
     inverse(q, rows, cols, other, cols, width, 0.1f, x, scratch);
-    restore(q2, rows, heads, dim, kind, scale, draw(2) ? turns : NULL, mean, back, scratch8);
+    restore(q2, rows, heads, dim, kind, scale, draw(2) ? turns : NULL, mean, back, scratch32);
     store_rows(x, width, rows, heads, dim, kind, draw(2) ? turns : NULL, mean, back);
     free(raw); free(back); free(raw2); free(out2); free(small); free(x); free(turns); free(mean);
     free(basis); free(other); free(scratch); free(scale); free(q); free(q2);
-    free(scratch8);
+    free(scratch32);
 }
 
 int main(int argc, char **argv)
 {
     state = argc > 1 ? strtoull(argv[1], NULL, 10) : 1;
     long rounds = argc > 2 ? strtol(argv[2], NULL, 10) : 1000;
-    rans_setup(argc > 3);
+    rans_setup();
+    rans_level(argc > 3 ? atoi(argv[3]) : 0);
     for (long i = 0; i < rounds; i++) {
         exponents();
         coefficients();

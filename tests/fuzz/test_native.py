@@ -11,13 +11,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "prfaas" / "codecs" / "csrc"
-FLAGS = ["-O1", "-g", "-std=gnu11", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
+FLAGS = ["-O1", "-g", "-std=gnu11", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
          "-Wall", "-Wextra"]  # fmt: skip
-ROUNDS = 800
+ROUNDS = 600
 
 
 def test_nothing_is_read_or_written_outside_whatever_comes(tmp_path: Path) -> None:
-    """Eight states at a time and one by one, which makes the same bytes."""
+    """States one by one, with AVX2 and with AVX-512, which makes the same bytes."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("no C compiler")
@@ -32,11 +32,11 @@ def test_nothing_is_read_or_written_outside_whatever_comes(tmp_path: Path) -> No
     assert "warning" not in built.stderr
     seed = os.environ.get("PRFAAS_FUZZ_SEED", "1")
     made = set()
-    for simd in ([], ["simd"]):
+    for level in ("0", "1", "2"):
         done = subprocess.run(
-            [str(program), seed, str(ROUNDS), *simd], capture_output=True, text=True, timeout=50
+            [str(program), seed, str(ROUNDS), level], capture_output=True, text=True, timeout=50
         )
-        assert done.returncode == 0, f"seed {seed} {simd}: {done.stdout}{done.stderr}"
+        assert done.returncode == 0, f"seed {seed} {level}: {done.stdout}{done.stderr}"
         assert done.stdout.startswith("ok ")
         made.add(done.stdout)
     assert len(made) == 1

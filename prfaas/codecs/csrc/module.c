@@ -273,7 +273,7 @@ static PyObject *py_restore(PyObject *self, PyObject *args)
         || !(exactly(&b, 3, 0) || (dim % 2 == 0 && exactly(&b, 3, (size_t)rows * dim * 4)))
         || !exactly(&b, 4, (size_t)width * 4))
         return bad(&b, "restore");
-    float *x = malloc((size_t)width * 8 * sizeof(float));
+    float *x = malloc((size_t)width * BLOCK * sizeof(float));
     if (!x)
         return no_memory(&b);
     Py_BEGIN_ALLOW_THREADS
@@ -284,7 +284,16 @@ static PyObject *py_restore(PyObject *self, PyObject *args)
     return status(&b, 0);
 }
 
+static PyObject *py_simd(PyObject *self, PyObject *args)
+{
+    int most;
+    if (!PyArg_ParseTuple(args, "i", &most))
+        return NULL;
+    return PyLong_FromLong(rans_level(most < 0 ? 0 : most));
+}
+
 static PyMethodDef methods[] = {
+    {"simd", py_simd, METH_VARARGS, NULL},
     {"exponent_encode", py_exponent_encode, METH_VARARGS, NULL},
     {"exponent_decode", py_exponent_decode, METH_VARARGS, NULL},
     {"int8_size", py_int8_size, METH_VARARGS, NULL},
@@ -307,6 +316,6 @@ static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, 
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    rans_setup(1);
+    rans_setup();
     return PyModule_Create(&module);
 }

@@ -10,10 +10,15 @@
 /* Loops worth compiling twice: once for any x86-64, once for AVX2 and FMA; the loader picks. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) \
     && __GNUC__ >= 12
-#define WIDE __attribute__((target_clones("arch=x86-64-v3", "default"), optimize("O3")))
+#define CLONES target_clones("arch=x86-64-v3", "default")
+#define WIDE __attribute__((CLONES, optimize("O3")))
+#define PRODUCTS __attribute__((CLONES, optimize("O3", "fp-contract=fast")))
 #else
 #define WIDE
+#define PRODUCTS
 #endif
+/* Everything is compiled with -ffp-contract=off, so that any CPU, and torch on a GPU, gets the same
+ * bits; only products with a basis may add without rounding in between, where the CPU can. */
 
 #define CORRUPT (-2)   /* hostile or damaged input */
 #define NO_GAIN (-1)   /* the result would not be smaller, or the input is not finite */
@@ -25,7 +30,8 @@ int exponent_decode(const uint8_t *src, size_t size, size_t rows, size_t cols, s
                     uint8_t *dst, uint8_t *scratch);
 
 /* rans.c: int16 columns, [cols][rows]. */
-void rans_setup(int simd); /* once, before anything else; 0: as on a CPU without AVX2 */
+void rans_setup(void); /* once, before anything else */
+int rans_level(int most); /* use no more than 0: any CPU, 1: AVX2, 2: AVX-512; what is used */
 size_t rans_bound(size_t rows, size_t cols);
 ptrdiff_t rans_encode(const int16_t *q, size_t rows, size_t cols, uint8_t *dst, size_t room,
                       uint8_t *scratch);
@@ -33,6 +39,7 @@ int rans_decode(const uint8_t *src, size_t size, size_t rows, size_t cols, int16
                 uint8_t *scratch);
 
 /* transform.c: float32 rows of values, and their quantised columns. */
+enum { BLOCK = 32 };
 int load_rows(const uint8_t *src, size_t rows, size_t heads, size_t dim, size_t kind,
               const float *turns, const float *mean, float *x, size_t stride);
 void store_rows(const float *x, size_t stride, size_t rows, size_t heads, size_t dim, size_t kind,

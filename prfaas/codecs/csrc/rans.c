@@ -8,7 +8,7 @@
  *
  * States take turns within a column and share one stream of 16-bit words (Giesen, "Interleaved
  * entropy coders"): they are independent, so the CPU works on all of them; with AVX2, eight in one
- * register (`rans_avx2.c`), which makes the same bytes. */
+ * register (`rans_avx2.c`), with AVX-512 sixteen, which makes the same bytes. */
 #include "native.h"
 
 #include "ladder.h"
@@ -20,14 +20,20 @@ enum { ZEROS = 255, MAX_SHIFT = 6 };
 static uint32_t symbols[LADDER_TABLES][LADDER_LONGEST];
 /* Slot: symbol | frequency << 8 | offset within the symbol << 20; no symbol has all slots. */
 static uint32_t slots[LADDER_TABLES][RANS_TOTAL];
-static int wide;
+static int level;
 
 static uint32_t load32(const uint8_t *p) { uint32_t v; memcpy(&v, p, 4); return v; }
 static void store32(uint8_t *p, uint32_t v) { memcpy(p, &v, 4); }
 
-void rans_setup(int simd)
+int rans_level(int most)
 {
-    wide = simd && rans_avx2();
+    int found = !rans_avx2() ? 0 : rans_avx512() ? 2 : 1;
+    return level = found < most ? found : most;
+}
+
+void rans_setup(void)
+{
+    rans_level(2);
     for (int k = 0; k < LADDER_TABLES; k++) {
         uint32_t start = 0;
         for (int s = 0; s < 2 * ladder_reach[k] + 2; s++) {
@@ -89,6 +95,12 @@ WIDE static int to_symbols(const int16_t *column, size_t rows, int shift, int re
     return escaped != 0;
 }
 
+/* Where the next escape is; NULL: nowhere. */
+static const uint8_t *next_escape(const uint8_t *s, const uint8_t *end, int reach)
+{
+    return memchr(s, 2 * reach + 1, (size_t)(end - s));
+}
+
 /* Low `shift` bits of each byte of `v`, one after another. */
 static inline uint64_t squeeze(uint64_t v, unsigned shift)
 {
@@ -129,7 +141,7 @@ static uint8_t *write_low(const int16_t *column, size_t rows, unsigned shift, ui
 }
 
 /* Symbols of `rows` rows, the last first. */
-static void put(const uint32_t *table, const uint8_t *s, size_t first, size_t rows, uint32_t *x,
+static void put_slow(const uint32_t *table, const uint8_t *s, size_t first, size_t rows, uint32_t *x,
                 uint8_t **words)
 {
     uint8_t *at = *words;
@@ -143,6 +155,16 @@ static void put(const uint32_t *table, const uint8_t *s, size_t first, size_t ro
         x[r % RANS_LANES] = (v / f << RANS_BITS) + v % f + (y >> 16);
     }
     *words = at;
+}
+
+static void put(const uint32_t *table, const uint8_t *s, size_t rows, uint32_t *x, uint8_t **words)
+{
+    size_t most = level == 2 ? rows / RANS_LANES * RANS_LANES : 0, many = level ? rows / 8 * 8 : 0;
+    put_slow(table, s, many, rows, x, words);
+    if (many > most)
+        rans_put_avx2(table, s + most, many - most, x, words);
+    if (most)
+        rans_put_avx512(table, s, most, x, words);
 }
 
 /* `scratch`: a byte of each value, and of 8 more. */
@@ -160,12 +182,11 @@ ptrdiff_t rans_encode(const int16_t *q, size_t rows, size_t cols, uint8_t *dst, 
             continue;
         int reach = ladder_reach[class & 31];
         if (to_symbols(column, rows, class >> 5, reach, s))
-            for (size_t r = 0; r < rows; r++)
-                if (s[r] > 2 * reach) {
-                    memcpy(out, &column[r], 2);
-                    out += 2;
-                    escapes++;
-                }
+            for (const uint8_t *at = s; (at = next_escape(at, s + rows, reach)); at++) {
+                memcpy(out, &column[at - s], 2);
+                out += 2;
+                escapes++;
+            }
     }
     /* Backward, from the end of the room: words. */
     uint8_t *word_at = dst + room;
@@ -175,12 +196,7 @@ ptrdiff_t rans_encode(const int16_t *q, size_t rows, size_t cols, uint8_t *dst, 
     for (size_t c = cols; c-- > 0;) {
         if (classes[c] == ZEROS)
             continue;
-        const uint32_t *table = symbols[classes[c] & 31];
-        const uint8_t *s = scratch + c * rows;
-        size_t whole = wide ? rows / 8 * 8 : 0;
-        put(table, s, whole, rows, x, &word_at);
-        if (whole)
-            rans_put_avx2(table, s, whole, x, &word_at);
+        put(symbols[classes[c] & 31], scratch + c * rows, rows, x, &word_at);
     }
     for (size_t c = 0; c < cols; c++)
         if (classes[c] != ZEROS && classes[c] >> 5)
@@ -194,8 +210,8 @@ ptrdiff_t rans_encode(const int16_t *q, size_t rows, size_t cols, uint8_t *dst, 
 }
 
 /* Symbols of rows from `first` to `s`. CORRUPT where the words end too soon. */
-static int get(const uint32_t *table, uint8_t *s, size_t first, size_t rows, uint32_t *x,
-               const uint8_t **words, const uint8_t *end)
+static int get_slow(const uint32_t *table, uint8_t *s, size_t first, size_t rows, uint32_t *x,
+                    const uint8_t **words, const uint8_t *end)
 {
     const uint8_t *at = *words;
     for (size_t r = first; r < rows; r++) {
@@ -214,6 +230,15 @@ static int get(const uint32_t *table, uint8_t *s, size_t first, size_t rows, uin
     }
     *words = at;
     return 0;
+}
+
+static int get(const uint32_t *table, uint8_t *s, size_t rows, uint32_t *x, const uint8_t **words,
+               const uint8_t *end)
+{
+    size_t done = level == 2 ? rans_get_avx512(table, s, rows, x, words, end) : 0;
+    if (level)
+        done += rans_get_avx2(table, s + done, rows - done, x, words, end);
+    return get_slow(table, s, done, rows, x, words, end);
 }
 
 /* Values of a column out of its symbols; whether one of them is the escape. */
@@ -278,9 +303,7 @@ int rans_decode(const uint8_t *src, size_t size, size_t rows, size_t cols, int16
         }
         unsigned shift = class >> 5;
         int reach = ladder_reach[class & 31];
-        const uint32_t *table = slots[class & 31];
-        size_t done = wide ? rans_get_avx2(table, s, rows, x, &at, end) : 0;
-        if (get(table, s, done, rows, x, &at, end))
+        if (get(slots[class & 31], s, rows, x, &at, end))
             return CORRUPT;
         int escaped = spread(s, rows, reach, shift, column);
         if (shift) {
@@ -288,13 +311,12 @@ int rans_decode(const uint8_t *src, size_t size, size_t rows, size_t cols, int16
             low += shift * groups;
         }
         if (escaped)
-            for (size_t r = 0; r < rows; r++)
-                if (s[r] > 2 * reach) {
-                    if (escape_end - escape < 2)
-                        return CORRUPT;
-                    memcpy(&column[r], escape, 2);
-                    escape += 2;
-                }
+            for (const uint8_t *e = s; (e = next_escape(e, s + rows, reach)); e++) {
+                if (escape_end - escape < 2)
+                    return CORRUPT;
+                memcpy(&column[e - s], escape, 2);
+                escape += 2;
+            }
     }
     int settled = at == end && escape == escape_end;
     for (int i = 0; i < RANS_LANES; i++)

@@ -41,11 +41,40 @@ AVX2 static inline __m256i picked(const uint64_t *orders, unsigned set, __m256i 
     return _mm256_permutevar8x32_epi32(v, order);
 }
 
+/* Entries of a table by 32-bit indices: single loads are done sooner than a gather. */
+AVX2 static inline __m128i four(const uint32_t *table, __m128i index)
+{
+    uint64_t low = (uint64_t)_mm_cvtsi128_si64(index);
+    uint64_t high = (uint64_t)_mm_extract_epi64(index, 1);
+    __m128i v = _mm_cvtsi32_si128((int)table[(uint32_t)low]);
+    __m128i w = _mm_cvtsi32_si128((int)table[(uint32_t)high]);
+    v = _mm_insert_epi32(v, (int)table[low >> 32], 1);
+    w = _mm_insert_epi32(w, (int)table[high >> 32], 1);
+    return _mm_unpacklo_epi64(v, w);
+}
+
+AVX2 static inline __m256i entries(const uint32_t *table, __m256i index)
+{
+    __m128i a = four(table, _mm256_castsi256_si128(index));
+    __m128i b = four(table, _mm256_extracti128_si256(index, 1));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1);
+}
+
+AVX2 static inline __m256i of_symbols(const uint32_t *table, const uint8_t *s)
+{
+    __m128i v[2];
+    for (int i = 0; i < 2; i++, s += 4) {
+        __m128i low = _mm_cvtsi32_si128((int)table[s[0]]), high = _mm_cvtsi32_si128((int)table[s[2]]);
+        low = _mm_insert_epi32(low, (int)table[s[1]], 1);
+        v[i] = _mm_unpacklo_epi64(low, _mm_insert_epi32(high, (int)table[s[3]], 1));
+    }
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(v[0]), v[1], 1);
+}
+
 AVX2 static inline __m256i put_eight(const uint32_t *table, const uint8_t *s, __m256i x, uint8_t **words)
 {
-    __m256i index = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)s));
-    __m256i y = _mm256_i32gather_epi32((const int *)table, index, 4);
-    __m256i f = _mm256_and_si256(y, _mm256_set1_epi32(0xFFFF)), start = _mm256_srli_epi32(y, 16);
+    __m256i y = of_symbols(table, s), start = _mm256_srli_epi32(y, 16);
+    __m256i f = _mm256_and_si256(y, _mm256_set1_epi32(0xFFFF));
     /* The word leaves where x >= f << 20, unsigned. */
     __m256i limit = _mm256_slli_epi32(f, 32 - RANS_BITS);
     __m256i emit = _mm256_cmpeq_epi32(_mm256_max_epu32(x, limit), x);
@@ -100,7 +129,7 @@ AVX2 void rans_put_avx2(const uint32_t *table, const uint8_t *s, size_t rows, ui
 AVX2 static inline __m256i get_eight(const uint32_t *table, __m256i *x, const uint8_t **words)
 {
     __m256i index = _mm256_and_si256(*x, _mm256_set1_epi32(RANS_TOTAL - 1));
-    __m256i slot = _mm256_i32gather_epi32((const int *)table, index, 4);
+    __m256i slot = entries(table, index);
     __m256i f = _mm256_and_si256(_mm256_srli_epi32(slot, 8), _mm256_set1_epi32(4095));
     __m256i v = _mm256_mullo_epi32(f, _mm256_srli_epi32(*x, RANS_BITS));
     v = _mm256_add_epi32(v, _mm256_srli_epi32(slot, 20));

@@ -4,7 +4,7 @@
  * read in order. Values are float32 rows; coefficients int16 columns, as the entropy coder has them. */
 #include "native.h"
 
-enum { PANEL = 16, TILE = 6, F32 = 0, BF16 = 1, F16 = 2 };
+enum { PANEL = 16, TILE = 6, SOME = 64, F32 = 0, BF16 = 1, F16 = 2 };
 #define LARGEST 30000.0f
 #define TOO_LARGE 0x46EA6000u /* bits of 30000: larger ones, infinite ones and NaN are above */
 
@@ -149,6 +149,9 @@ static inline __attribute__((always_inline)) void product(const float *x, size_t
                                                           size_t width, const float *panel,
                                                           float acc[TILE][PANEL])
 {
+#ifdef __clang__
+#pragma clang fp contract(fast)
+#endif
     for (size_t i = 0; i < TILE; i++)
         for (size_t j = 0; j < PANEL; j++)
             acc[i][j] = 0;
@@ -174,7 +177,7 @@ static inline __attribute__((always_inline)) void product(const float *x, size_t
 
 /* q[cols][rows] of x[rows][width] in the first `cols` columns of the packed basis. NO_GAIN where one
  * does not fit. */
-WIDE int forward(const float *x, size_t rows, size_t width, const float *basis, size_t cols,
+PRODUCTS int forward(const float *x, size_t rows, size_t width, const float *basis, size_t cols,
                  float scale, float dead, int16_t *q)
 {
     float acc[TILE][PANEL], worst = 0;
@@ -205,7 +208,7 @@ WIDE int forward(const float *x, size_t rows, size_t width, const float *basis, 
 
 /* x[rows][width] of q[cols][rows] in the first `cols` of `depth` rows of the packed basis; `scratch`:
  * cols * 48 values. */
-WIDE void inverse(const int16_t *q, size_t rows, size_t cols, const float *basis, size_t depth,
+PRODUCTS void inverse(const int16_t *q, size_t rows, size_t cols, const float *basis, size_t depth,
                   size_t width, float step, float *x, float *scratch)
 {
     float acc[TILE][PANEL];
@@ -233,26 +236,29 @@ static inline __attribute__((always_inline)) void turn_eight(const int16_t *from
 #if defined(__GNUC__) && !defined(__clang__)
     typedef int16_t Eight __attribute__((vector_size(16)));
     Eight v[8], w[8];
-    for (int i = 0; i < 8; i++)
-        memcpy(&v[i], from + i * stride, 16);
     /* Three rounds: neighbours of row and column change places, then pairs, then fours. */
     const Eight low1 = {0, 8, 2, 10, 4, 12, 6, 14}, high1 = {1, 9, 3, 11, 5, 13, 7, 15};
     const Eight low2 = {0, 1, 8, 9, 4, 5, 12, 13}, high2 = {2, 3, 10, 11, 6, 7, 14, 15};
     const Eight low4 = {0, 1, 2, 3, 8, 9, 10, 11}, high4 = {4, 5, 6, 7, 12, 13, 14, 15};
-    for (int i = 0; i < 8; i += 2) {
-        w[i] = __builtin_shuffle(v[i], v[i + 1], low1);
-        w[i + 1] = __builtin_shuffle(v[i], v[i + 1], high1);
-    }
-    for (int i = 0; i < 8; i += i % 2 ? 3 : 1) {
-        v[i] = __builtin_shuffle(w[i], w[i + 2], low2);
-        v[i + 2] = __builtin_shuffle(w[i], w[i + 2], high2);
-    }
-    for (int i = 0; i < 4; i++) {
-        w[i] = __builtin_shuffle(v[i], v[i + 4], low4);
-        w[i + 4] = __builtin_shuffle(v[i], v[i + 4], high4);
-    }
-    for (int i = 0; i < 8; i++)
-        memcpy(to + i * pitch, &w[i], 16);
+    /* Written out: as loops they would go through memory. */
+#define ALL(do) do(0) do(1) do(2) do(3) do(4) do(5) do(6) do(7)
+#define LOAD(i) memcpy(&v[i], from + (i) * stride, 16);
+#define SWAP(to, of, i, j, low, high) \
+    to[i] = __builtin_shuffle(of[i], of[j], low); \
+    to[j] = __builtin_shuffle(of[i], of[j], high);
+#define STORE(i) memcpy(to + (i) * pitch, &w[i], 16);
+    ALL(LOAD)
+    SWAP(w, v, 0, 1, low1, high1) SWAP(w, v, 2, 3, low1, high1)
+    SWAP(w, v, 4, 5, low1, high1) SWAP(w, v, 6, 7, low1, high1)
+    SWAP(v, w, 0, 2, low2, high2) SWAP(v, w, 1, 3, low2, high2)
+    SWAP(v, w, 4, 6, low2, high2) SWAP(v, w, 5, 7, low2, high2)
+    SWAP(w, v, 0, 4, low4, high4) SWAP(w, v, 1, 5, low4, high4)
+    SWAP(w, v, 2, 6, low4, high4) SWAP(w, v, 3, 7, low4, high4)
+    ALL(STORE)
+#undef ALL
+#undef LOAD
+#undef SWAP
+#undef STORE
 #else
     for (size_t i = 0; i < 8; i++)
         for (size_t j = 0; j < 8; j++)
@@ -260,66 +266,76 @@ static inline __attribute__((always_inline)) void turn_eight(const int16_t *from
 #endif
 }
 
-/* q[cols][rows] of x[rows][cols], each column by a scale of its own. */
+/* Rows from `row` on to q[cols][rows], each column by a scale of its own; the largest, as bits. `n`: at
+ * most BLOCK rows, so that columns are written a cache line at a time. */
+static inline __attribute__((always_inline)) uint32_t quantise_block(
+    const float *x, size_t row, size_t n, size_t rows, size_t cols, const float *scale, float dead,
+    int16_t *q)
+{
+    int16_t part[BLOCK][SOME];
+    uint32_t worst = 0, half = to_bits(dead);
+    for (size_t first = 0; first < cols; first += SOME) {
+        size_t most = cols - first < SOME ? cols - first : SOME;
+        for (size_t i = 0; i < n; i++) {
+            const float *from = x + i * cols + first, *by = scale + first;
+            for (size_t j = 0; j < most; j++) {
+                uint32_t bits = to_bits(from[j] * by[j]), size = bits & 0x7FFFFFFF;
+                worst = size > worst ? size : worst;
+                /* A condition on floats would not be vectorised: what is too large becomes 0. */
+                uint32_t keep = -(uint32_t)(size < TOO_LARGE), away = half | (bits & 0x80000000u);
+                float v = from_bits(bits & keep) + from_bits(away & keep);
+                part[i][j] = (int16_t)(int32_t)v;
+            }
+        }
+        size_t whole = n / 8 * 8, j = 0;
+        for (; j + 8 <= most; j += 8)
+            for (size_t i = 0; i < whole; i += 8)
+                turn_eight(&part[i][j], SOME, q + (first + j) * rows + row + i, rows);
+        for (size_t k = 0; k < most; k++)
+            for (size_t i = k < j ? whole : 0; i < n; i++)
+                q[(first + k) * rows + row + i] = part[i][k];
+    }
+    return worst;
+}
+
 WIDE int quantise(const float *x, size_t rows, size_t cols, const float *scale, float dead, int16_t *q)
 {
-    enum { BLOCK = 256 };
-    int16_t part[8][BLOCK];
     uint32_t worst = 0;
-    for (size_t row = 0; row < rows; row += 8) {
-        size_t n = rows - row < 8 ? rows - row : 8;
-        for (size_t first = 0; first < cols; first += BLOCK) {
-            size_t most = cols - first < BLOCK ? cols - first : BLOCK;
-            for (size_t i = 0; i < n; i++) {
-                const float *from = x + (row + i) * cols + first, *by = scale + first;
-                for (size_t j = 0; j < most; j++) {
-                    float v = from[j] * by[j];
-                    uint32_t bits = to_bits(v), size = bits & 0x7FFFFFFF;
-                    worst = size > worst ? size : worst;
-                    v = size < TOO_LARGE ? v + from_bits(to_bits(dead) | (bits & 0x80000000u)) : 0;
-                    part[i][j] = (int16_t)(int32_t)v;
-                }
-            }
-            size_t j = 0;
-            if (n == 8)
-                for (; j + 8 <= most; j += 8)
-                    turn_eight(&part[0][j], BLOCK, q + (first + j) * rows + row, rows);
-            for (; j < most; j++)
-                for (size_t i = 0; i < n; i++)
-                    q[(first + j) * rows + row + i] = part[i][j];
-        }
+    for (size_t row = 0; row < rows; row += BLOCK) {
+        size_t n = rows - row < BLOCK ? rows - row : BLOCK;
+        uint32_t here = quantise_block(x + row * cols, row, n, rows, cols, scale, dead, q);
+        worst = here > worst ? here : worst;
     }
     return worst < TOO_LARGE ? 0 : NO_GAIN;
 }
 
-/* x[n][cols] of rows from `row` on of q[cols][rows], each column by a step of its own. */
+/* x[n][cols] of `n` rows from `row` on of q[cols][rows], each column by a step of its own. */
 WIDE static void dequantise(const int16_t *q, size_t rows, size_t cols, size_t row, size_t n,
                             const float *step, float *x)
 {
-    enum { BLOCK = 256 };
-    int16_t part[8][BLOCK];
-    for (size_t first = 0; first < cols; first += BLOCK) {
-        size_t most = cols - first < BLOCK ? cols - first : BLOCK, j = 0;
-        if (n == 8)
-            for (; j + 8 <= most; j += 8)
-                turn_eight(q + (first + j) * rows + row, rows, &part[0][j], BLOCK);
-        for (; j < most; j++)
-            for (size_t i = 0; i < n; i++)
-                part[i][j] = q[(first + j) * rows + row + i];
+    int16_t part[BLOCK][SOME];
+    for (size_t first = 0; first < cols; first += SOME) {
+        size_t most = cols - first < SOME ? cols - first : SOME, whole = n / 8 * 8, j = 0;
+        for (; j + 8 <= most; j += 8)
+            for (size_t i = 0; i < whole; i += 8)
+                turn_eight(q + (first + j) * rows + row + i, rows, &part[i][j], SOME);
+        for (size_t k = 0; k < most; k++)
+            for (size_t i = k < j ? whole : 0; i < n; i++)
+                part[i][k] = q[(first + k) * rows + row + i];
         for (size_t i = 0; i < n; i++)
             for (j = 0; j < most; j++)
                 x[i * cols + first + j] = (float)part[i][j] * step[first + j];
     }
 }
 
-/* Inverse of `load_rows` and `quantise`, eight rows at a time, which stay in the L1 cache; `x`: room
- * for them. */
+/* Inverse of `load_rows` and `quantise`, BLOCK rows at a time, which stay in the cache; `x`: room for
+ * them. */
 void restore(const int16_t *q, size_t rows, size_t heads, size_t dim, size_t kind, const float *step,
              const float *turns, const float *mean, uint8_t *dst, float *x)
 {
     size_t width = heads * dim, item = kind == F32 ? 4 : 2;
-    for (size_t row = 0; row < rows; row += 8, dst += 8 * width * item) {
-        size_t n = rows - row < 8 ? rows - row : 8;
+    for (size_t row = 0; row < rows; row += BLOCK, dst += BLOCK * width * item) {
+        size_t n = rows - row < BLOCK ? rows - row : BLOCK;
         dequantise(q, rows, width, row, n, step, x);
         store_rows(x, width, n, heads, dim, kind, turns ? turns + row * dim : NULL, mean, dst);
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,9 @@ from prfaas.codecs.native import CORRUPT, NO_GAIN, native
 
 if native is None:
     pytest.skip("the C extension was not built", allow_module_level=True)
+
+LEVEL = native.simd(99)
+"""What this CPU has: 0 nothing, 1 AVX2, 2 AVX-512."""
 
 ROOT = Path(__file__).parents[3]
 LADDER = (ROOT / "prfaas/codecs/csrc/ladder.h").read_text()
@@ -86,6 +91,17 @@ def decoded(data: bytes, rows: int, cols: int) -> np.ndarray | None:
     return None if native.rans_decode(data, q, rows, cols) == CORRUPT else q
 
 
+@contextmanager
+def using(level: int) -> Iterator[None]:
+    """The entropy coder with no more than this."""
+    assert native is not None
+    assert native.simd(level) == level
+    try:
+        yield
+    finally:
+        native.simd(LEVEL)
+
+
 def test_tables_are_whole() -> None:
     assert len(FREQ) == len(REACH) == 28
     for freq, reach in zip(FREQ, REACH, strict=True):
@@ -117,6 +133,46 @@ def test_columns_come_back_and_a_slow_reader_agrees(rows: int, scale: float) -> 
     assert found is not None
     assert (found == q).all()
     assert (reference_decode(data, rows, 5) == q).all()
+
+
+@pytest.mark.parametrize("rows", [1, 8, 31, 32, 33, 63, 71, 96, 252, 256])
+def test_every_cpu_makes_and_reads_the_same_bytes(rows: int) -> None:
+    rng = np.random.default_rng(rows)
+    scale = np.exp(rng.uniform(-4, 9, (60, 1)))
+    q = np.clip(np.round(rng.laplace(0, scale, (60, rows))), -32767, 32767).astype(np.int16)
+    q[::7] = 0
+    q[5, rows // 2] = 32767
+    made = set()
+    for level in range(LEVEL + 1):
+        with using(level):
+            made.add(encoded(q))
+    assert len(made) == 1
+    (data,) = made
+    for level in range(LEVEL + 1):
+        with using(level):
+            found = decoded(data, rows, 60)
+            assert found is not None
+            assert (found == q).all()
+            for end in range(len(data) - 40, len(data)):
+                assert decoded(data[:end], rows, 60) is None
+
+
+def test_a_division_is_exact_for_every_frequency() -> None:
+    """Long columns of each table, so that every symbol meets states of all sizes."""
+    rng = np.random.default_rng(5)
+    columns = []
+    for reach, freq in zip(REACH, FREQ, strict=True):
+        share = np.array(freq[:-1]) / sum(freq[:-1])
+        columns.append(rng.choice(np.arange(-reach, reach + 1), 8192, p=share))
+    q = np.array(columns).astype(np.int16)
+    made = set()
+    for level in range(LEVEL + 1):
+        with using(level):
+            made.add(encoded(q))
+    assert len(made) == 1
+    found = decoded(made.pop(), 8192, len(q))
+    assert found is not None
+    assert (found == q).all()
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.3, 1.0, 3.0, 10.0, 50.0])

@@ -87,6 +87,56 @@ def test_rows_are_unpacked_rotated_and_packed_again(kind: int, dtype: str) -> No
     assert (np.abs(a - b) <= unit * np.abs(a) + 1e-4 * np.abs(a).max() * (kind == 0) + 1e-5).all()
 
 
+@pytest.mark.parametrize("rows", [1, 8, 31, 33, 70, 128])
+@pytest.mark.parametrize("heads", [1, 3, 5])
+def test_without_a_basis_the_bits_are_those_of_single_precision(rows: int, heads: int) -> None:
+    """No product is added to without rounding in between: so any CPU, and a GPU, gets the same."""
+    assert native is not None
+    rng, dim = np.random.default_rng(rows), 16
+    width = heads * dim
+    raw = (rng.normal(0, 3, rows * width).astype(np.float32).view("<u4") >> 16).astype("<u2")
+    angles = rng.uniform(0, 7, (rows, dim // 2))
+    turns = np.concatenate((np.cos(angles), np.sin(angles)), 1).astype(np.float32)
+    mean, scale = (rng.uniform(0.5, 9, width).astype(np.float32) for _ in range(2))
+    x = np.empty((rows, width), dtype=np.float32)
+    q = np.empty((width, rows), dtype=np.int16)
+    raw_bytes = raw.view(np.uint8)
+    assert native.load_rows(raw_bytes, turns, mean, x, rows, heads, dim, 1, width, 0) == 0
+    assert native.quantise(x, scale, q, rows, width, 0.5) == 0
+    v = floats(raw_bytes, "bfloat16").reshape(rows, heads, 2, dim // 2)
+    cos, sin = turns[:, None, : dim // 2], turns[:, None, dim // 2 :]
+    low, high = v[:, :, 0], v[:, :, 1]
+    turned = np.stack((low * cos + high * sin, high * cos - low * sin), 2).reshape(rows, width)
+    wanted_x = turned - mean
+    assert (x == wanted_x).all()
+    scaled = wanted_x * scale
+    wanted = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int16)
+    assert (q == wanted.T).all()
+
+    out = np.empty_like(raw_bytes)
+    native.restore(out, q, scale, turns, mean, rows, heads, dim, 1)
+    back = (q.T.astype(np.float32) * scale + mean).reshape(rows, heads, 2, dim // 2)
+    low, high = back[:, :, 0], back[:, :, 1]
+    again = np.stack((low * cos - high * sin, high * cos + low * sin), 2).reshape(rows, width)
+    bits = again.view("<u4")
+    assert (out.view("<u2").reshape(rows, width) == (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).all()
+
+
+def test_what_is_too_large_to_quantise_is_refused() -> None:
+    assert native is not None
+    q = np.empty((40, 40), dtype=np.int16)
+    one = np.ones(40, dtype=np.float32)
+    for value, wanted in (
+        (29999.0, 0), (-29999.0, 0), (30001.0, NO_GAIN), (-1e30, NO_GAIN), (np.inf, NO_GAIN),
+        (np.nan, NO_GAIN),
+    ):  # fmt: skip
+        x = np.zeros((40, 40), dtype=np.float32)
+        x[39, 37] = value
+        assert native.quantise(x, one, q, 40, 40, 0.5) == wanted
+        assert wanted or q[37, 39] == value
+        assert (np.delete(q.ravel(), 37 * 40 + 39) == 0).all()
+
+
 def test_float16_is_packed_as_numpy_does() -> None:
     assert native is not None
     x = np.array(
