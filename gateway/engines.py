@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 
 from gateway.cluster_view import ClusterView
 from gateway.engine_choice import EngineOption, rank_engines
 from gateway.engine_probe import EngineProbe
+from gateway.engine_room import EngineRoom
 from gateway.outliers import Outliers
 from gateway.recent_prefixes import (
     TEXT_BLOCK_TOKENS,
@@ -56,6 +58,7 @@ class Engine:
         limits: Limits,
         clock: Clock,
         on_change: Callable[[Engine], None],
+        room: EngineRoom,
     ) -> None:
         self.name = name
         self.upstream = upstream
@@ -64,7 +67,7 @@ class Engine:
         self.serving = Serving(self)
         self._clock = clock
         self._on_change = on_change
-        self._most_active = limits.engine_active_requests
+        self._room = room
         self._back_at: float | None = None
         self.probe = EngineProbe(upstream, limits.control_timeout_s, self._changed)
 
@@ -74,12 +77,17 @@ class Engine:
     @property
     def has_room(self) -> bool:
         """False where it has what it may have, which is little while it starts slowly."""
-        if self._most_active and self.in_flight >= self._most_active:
+        if self._room.bounds and self.in_flight >= self.most:
             return False
         if self._back_at is None:
             return True
         age_s = self._clock.now() - self._back_at
         return age_s > SLOW_START_S or self.in_flight < 1 + SLOW_START_PER_S * age_s
+
+    @property
+    def most(self) -> int:
+        """Requests that it may have in all, where that is bounded."""
+        return self._room.most(self.name, self.in_flight)
 
     def came_back(self, at: float | None = None) -> None:
         """It failed, and does not any more, now or from `at` on."""
@@ -113,13 +121,13 @@ class Engines:
         self.recent = RecentPrefixes(clock)
         self.outliers = Outliers(clock, self._ejected)
         self._on_change = on_change
-        self._most_active = limits.engine_active_requests
+        self._room = EngineRoom(limits, view, clock)
         self.turns: Turns | None = None
         """Where requests wait for room; None where engines get as many as come."""
-        if self._most_active:
+        if self._room.bounds:
             self.turns = Turns(lambda: self.room, limits.gateway_waiting, limits.gateway_wait_s)
         self._engines = {
-            name: Engine(name, upstream, limits, clock, self._changed)
+            name: Engine(name, upstream, limits, clock, self._changed, self._room)
             for name, upstream in upstreams.items()
         }
 
@@ -134,7 +142,10 @@ class Engines:
 
     def join(self, name: str, upstream: Upstream) -> Engine:
         """One more, which the caller probes; it takes the place of another one of that name."""
-        engine = Engine(name, upstream, self._limits, self._clock, self._changed)
+        engine = Engine(
+            name, upstream, self._limits, self._clock, self._changed, self._room
+        )
+        self._room.forget(name)
         self._engines[name] = engine
         return engine
 
@@ -189,8 +200,11 @@ class Engines:
 
     @property
     def room(self) -> int:
-        """How many requests the engines that work may have together, at least those of one."""
-        return self._most_active * max(1, sum(map(self._works, self)))
+        """How many requests the engines that work may have together; where none does, as many as
+        come there, to hear what is wrong.
+        """
+        working = [engine.most for engine in self if self._works(engine)]
+        return sum(working) if working else sys.maxsize
 
     def usable(self, engine: Engine) -> bool:
         """It works, and has room for one more request."""

@@ -10,12 +10,14 @@ from gateway.records import TURN
 from prfaas.errors import Overloaded
 
 RETRY_AFTER_S = 1.0
+LOOK_S = 0.05
+"""Between two looks for room while somebody waits: engines say that they have some, not when."""
 
 
 class Turns:
     """Lets as many requests go to the engines as these have room for; others wait, first come first
-    served, so many of them and so long. Enter it with `async with`. Owns who waits; nothing to
-    close.
+    served, so many of them and so long. Enter it with `async with`. Owns who waits, and a timer
+    while anybody does; nothing to close.
 
     What waits in an engine takes its memory and its time from those whose answers have begun; what
     waits here costs nothing, and can still go to whichever engine has room first.
@@ -27,6 +29,7 @@ class Turns:
         self._most_waiting = most_waiting
         self._wait_s = wait_s
         self._queue: deque[asyncio.Future[None]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
         self.active = 0
         self.waiting = 0
         self.refused = 0
@@ -53,7 +56,7 @@ class Turns:
         self.look()
 
     def look(self) -> None:
-        """Let go who may go now; to be called where engines came back."""
+        """Let go who may go now."""
         while self._queue and self.active < self._room():
             turn = self._queue.popleft()
             if not turn.done():
@@ -65,6 +68,8 @@ class Turns:
         self._queue.append(turn)
         self.waiting += 1
         self.look()  # an engine may have come back meanwhile
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._tick)
         try:
             async with asyncio.timeout(self._wait_s):
                 await turn
@@ -85,3 +90,10 @@ class Turns:
             self.waiting -= 1
             if turn in self._queue:
                 self._queue.remove(turn)
+            if not self.waiting and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _tick(self) -> None:
+        self.look()
+        self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._tick)

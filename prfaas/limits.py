@@ -55,11 +55,11 @@ class Limits(BaseModel):
     gateway_max_in_flight: int = Field(
         1024, gt=0, description="Requests a gateway holds at once; more get 503."
     )
-    engine_active_requests: int = Field(
-        0,
+    engine_active_requests: int | None = Field(
+        None,
         ge=0,
         description="Requests that a gateway lets one engine have; more wait in the gateway, or "
-        "get 503. 0: as many as come.",
+        "get 503. None: as many as the engine says that it can do; 0: as many as come.",
     )
     gateway_waiting: int = Field(
         256, gt=0, description="Requests waiting in a gateway for an engine; more get 503 at once."

@@ -10,12 +10,15 @@ from typing import Any, cast
 import pytest
 
 from gateway.abilities import ASK_AGAIN_S, Abilities, Offer
+from gateway.cluster_view import ClusterView
+from gateway.engine_room import EngineRoom
 from gateway.engines import Engine
 from gateway.passed import PassedApi
 from prfaas.errors import EngineUnavailable
 from prfaas.limits import Limits
 from prfaas.settings import EngineEndpoint
 from prfaas.testing.clock import ManualClock
+from prfaas.testing.gateway_setup import gateway_settings
 
 EMBEDDINGS = PassedApi.EMBEDDINGS
 
@@ -45,7 +48,9 @@ class _Upstream:
 
 def made(status: int | None) -> tuple[Abilities, Engine, _Upstream, ManualClock]:
     clock, upstream = ManualClock(), _Upstream(status)
-    engine = Engine("d-0", cast(Any, upstream), Limits(), clock, lambda engine: None)
+    view = ClusterView(gateway_settings().gateway, Limits(), clock)
+    room = EngineRoom(Limits(), view, clock)
+    engine = Engine("d-0", cast(Any, upstream), Limits(), clock, lambda engine: None, room)
     return Abilities(Limits(), clock), engine, upstream, clock
 
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -32,14 +32,14 @@ ANSWER = b'{"choices":[{"text":"hello"}]}'
 
 
 class PacedEngine:
-    """Computes `SLOTS` prompts at once, each for a second; all others wait in it. A prompt whose KV
+    """Computes `slots` prompts at once, each for a second; all others wait in it. A prompt whose KV
     comes from a peer takes no slot, while that peer is there.
     """
 
-    def __init__(self) -> None:
-        self._slots = asyncio.Semaphore(SLOTS)
+    def __init__(self, slots: int = SLOTS) -> None:
+        self._slots = asyncio.Semaphore(slots)
         self.lost = self.peer_lost = False
-        self.present = self.most = 0
+        self.present = self.most = self.running = self.waiting_kv = 0
         self.transfers: list[str] = []
 
     @asynccontextmanager
@@ -60,13 +60,17 @@ class PacedEngine:
         if params is not None:
             self.transfers.append(params["transfer_id"])
             if not self.peer_lost:
+                self.waiting_kv += 1
                 await asyncio.sleep(SERVICE_S)
+                self.waiting_kv -= 1
                 return _Answer(200, ANSWER)
             if params["on_failure"] == "reject":
                 refusal = openai_body(PrefillUnavailable("the peer is lost", retry_after_s=1.0))
                 return _Answer(503, json.dumps(refusal).encode(), {"retry-after": "1"})
         async with self._slots:
+            self.running += 1
             await asyncio.sleep(SERVICE_S)
+            self.running -= 1
         return _Answer(200, ANSWER)
 
     async def healthy(self, timeout_s: float) -> bool:
@@ -98,15 +102,20 @@ class Told:
 
     @property
     def good(self) -> int:
-        return sum(status == 200 and seconds <= GOOD_S for seconds, status in self.answers)
+        return self.within(GOOD_S)
+
+    def within(self, seconds: float) -> int:
+        return sum(status == 200 and each <= seconds for each, status in self.answers)
 
     def times(self, status: int) -> list[float]:
         return [seconds for seconds, each in self.answers if each == status]
 
 
-def gateway_of(engines: list[PacedEngine], *, peer: bool = False, **limits: Any) -> Gateway:
+def gateway_of(
+    engines: list[PacedEngine], *, peer: bool = False, agents: bool = False, **limits: Any
+) -> Gateway:
     names = [f"d-{at}" for at in range(len(engines))]
-    agent = "127.0.0.1:1" if peer else None
+    agent = "127.0.0.1:1" if peer or agents else None
     settings = Settings(
         limits=Limits(**limits),
         gateway={
@@ -262,6 +271,149 @@ def test_a_lost_peer_does_not_crush_d(bounded: bool) -> None:
         assert engine.most <= 40
         assert max(lost.times(200)) <= 2.0 + 40 / SLOTS * SERVICE_S
         assert len(lost.times(200)) >= 0.9 * SLOTS * 10.0
+        gateway.generation.close()
+
+    run_virtually(main())
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What it is of an engine that is short, as its agent tells it."""
+
+    slots: int
+    """Prompts that it really computes at once, a second each."""
+    max_running: int
+    computes: bool
+    """It says how long what waits takes to compute; else only that it waits."""
+    longest_s: float
+    """That anybody who is let in waits in it, by the rules, and a second to be told."""
+
+
+def report(gateway: Gateway, name: str, engine: PacedEngine, bound: Bound) -> None:
+    """What its agent says of an engine."""
+    waiting = engine.present - engine.running - engine.waiting_kv
+    token_s = SERVICE_S / bound.slots / 100
+    info = d_engine(
+        name=name,
+        queue_tokens=100 * waiting if bound.computes else 0,
+        waiting=waiting + engine.waiting_kv,
+        waiting_kv=engine.waiting_kv,
+        running=engine.running,
+        decode_step_s=0.0,
+        curve=replace(d_engine().curve, base_s=0.0, token_s=token_s),
+        max_running=bound.max_running,
+    )
+    update = WatchUpdate(0, True, engines=(info,), kv=(KvDelta(name, "d1"),))
+    gateway.view.update(name, update)
+
+
+@asynccontextmanager
+async def agents_of(
+    gateway: Gateway, engines: list[PacedEngine], bound: Bound
+) -> AsyncIterator[None]:
+    """They tell every quarter of a second how things stand."""
+
+    async def tell_all() -> None:
+        while True:
+            for at, engine in enumerate(engines):
+                report(gateway, f"d-{at}", engine, bound)
+            await asyncio.sleep(0.25)
+
+    task = asyncio.create_task(tell_all())
+    await asyncio.sleep(0.01)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+BOUNDS = {
+    "slots": Bound(4, 4, computes=True, longest_s=1.5),
+    "prefill": Bound(4, 256, computes=True, longest_s=5.0 + 1.0),
+    "kv": Bound(4, 64, computes=False, longest_s=32 / 4 + 2.0),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_with_nothing_set_engines_say_how_much_they_can_take(name: str) -> None:
+    """Whatever they are short of: slots for decoding, time to prefill, or blocks."""
+    bound = BOUNDS[name]
+    longest_s = Limits().gateway_wait_s + bound.longest_s + SERVICE_S
+
+    def run(share: float) -> Told:
+        async def main() -> Told:
+            engines = [PacedEngine(bound.slots), PacedEngine(bound.slots)]
+            gateway = gateway_of(engines, agents=True)
+            async with agents_of(gateway, engines, bound):
+                told = await offered(gateway, share * CAPACITY, 2 * SECONDS)
+            assert gateway.engines.turns is not None
+            assert gateway.engines.turns.active == 0
+            gateway.generation.close()
+            return told
+
+        return run_virtually(main())
+
+    told = {share: run(share) for share in (0.5, 1.0, 3.0)}
+    assert told[0.5].within(2 * SERVICE_S) == len(told[0.5].answers)
+    for each in told.values():
+        assert {status for _, status in each.answers} <= {200, 503}
+        assert each.mute == 0
+        assert max(each.times(200)) <= longest_s
+    good = {share: each.within(longest_s) for share, each in told.items()}
+    assert good[3.0] >= 0.9 * max(good.values())
+    assert good[3.0] >= 0.9 * CAPACITY * 2 * SECONDS
+    assert told[3.0].times(503)
+
+
+def test_with_nothing_set_a_lost_peer_does_not_crush_d() -> None:
+    """Four in five prefills were the peer's; D computes a prompt at a time."""
+    bound = Bound(4, 64, computes=True, longest_s=0.0)
+    per_s = 20.0
+
+    async def main() -> None:
+        engine = PacedEngine(bound.slots)
+        gateway = gateway_of([engine], peer=True)
+        told: set[str] = set()
+
+        def tell_peer() -> None:
+            view, ready = gateway.view, not engine.peer_lost
+            report(gateway, "d-0", engine, bound)
+            outcomes = tuple(
+                Outcome(each, "staged", peer=PEER, instance=INSTANCE, raw_bytes=1000)
+                for each in engine.transfers
+            )
+            told.update(engine.transfers)
+            update = WatchUpdate(
+                1, False, links=(link(ready=ready),), started=tuple(engine.transfers),
+                outcomes=outcomes if ready else (),
+            )  # fmt: skip
+            engine.transfers.clear()
+            for outcome in view.update("d-0", update):
+                gateway.generation.outcome(outcome)
+            p = p_engine(free_retention_bytes=1 << 40)
+            view.update(PLACE, WatchUpdate(0, True, engines=(p,)))
+
+        async def agents() -> None:
+            while True:
+                tell_peer()
+                await asyncio.sleep(0.1)
+
+        talk = asyncio.create_task(agents())
+        await asyncio.sleep(0.01)
+        before = await offered(gateway, per_s, 10.0)
+        assert told, "nothing has left D"
+        assert len(before.times(200)) == len(before.answers)
+        engine.peer_lost = True
+        lost = await offered(gateway, per_s, 20.0)
+        talk.cancel()
+        await asyncio.gather(talk, return_exceptions=True)
+        assert {status for _, status in lost.answers} <= {200, 503}
+        assert lost.mute == 0
+        assert lost.times(503)
+        # What waits in D is bounded by what it can compute in the time that one may wait.
+        assert max(lost.times(200)) <= 2 * Limits().gateway_wait_s + 3 * SERVICE_S
+        assert len(lost.times(200)) >= 0.9 * SLOTS * 20.0
         gateway.generation.close()
 
     run_virtually(main())
