@@ -270,14 +270,17 @@ class _LiveGauges(Collector):
             "Share of token ids in which the gateway's tokenizer last differed from the engine's.",
             math.nan if difference is None else difference,
         )
+        most = _family("engine_most_requests", "That this gateway lets it have now.", "engine")
         up = _family("engine_up", "1 where the engine's /health answers.", "engine")
         busy = _family("engine_in_flight_requests", "Requests of this gateway there.", "engine")
         recent = _family("recent_prefix_blocks", "Blocks that were sent there of late.", "engine")
         for engine in self._sources.engines:
             up.add_metric([engine.name], engine.probe.reachable)
             busy.add_metric([engine.name], engine.in_flight)
+            if self._sources.engines.turns is not None:
+                most.add_metric([engine.name], engine.most)
             recent.add_metric([engine.name], self._sources.engines.recent.blocks(engine.name))
-        yield from (up, busy, recent)
+        yield from (up, busy, most, recent)
         yield from self._breakers()
         yield from self._feeds()
         yield from self._links()
