@@ -166,7 +166,13 @@ class Gateway:
         )
         self.metrics.watch(
             LiveSources(
-                self.view, self.admission, self.budget, self.engines, self.tokenizer_check, clock
+                self.view,
+                self.admission,
+                self.budget,
+                self.engines,
+                self.tokenizer_check,
+                clock,
+                self._tokeniser.memory,
             )
         )
         self.dashboard = Dashboard(

@@ -20,6 +20,7 @@ from gateway.engines import Engines
 from gateway.histogram import Histogram
 from gateway.live_policy import Chosen
 from gateway.members import Members
+from gateway.prompt_memory import PromptMemory
 from gateway.records import RequestRecord
 from gateway.state.metrics import StateMetrics
 from gateway.tenancy.metrics import TenantMetrics
@@ -50,6 +51,7 @@ class LiveSources:
     engines: Engines
     tokenizer_check: TokenizerCheck
     clock: Clock
+    memory: PromptMemory | None = None
 
 
 class GatewayMetrics:
@@ -258,6 +260,7 @@ class _LiveGauges(Collector):
         yield _single("in_flight_requests", "Requests being served.", admission.in_flight)
         yield _single("in_flight_requests_peak", "The most so far.", admission.peak)
         yield from self._turns()
+        yield from self._memory()
         yield from self._outliers()
         yield _single(
             "fallback_granted_tokens",
@@ -299,6 +302,21 @@ class _LiveGauges(Collector):
         for name, reason, count in engines.outliers.ejections():
             ejections.add_metric([name, reason], count)
         yield from (out, ejections)
+
+    def _memory(self) -> Iterable[Metric]:
+        memory = self._sources.memory
+        pieces = 0 if memory is None else len(memory)
+        yield _single(
+            "prompt_memory_pieces", "Pieces of prompts whose tokens are remembered.", pieces
+        )
+        chars = CounterMetricFamily(
+            "prfaas_gateway_prompt_memory_chars",
+            "Characters of prompts that were tokenised: whose tokens were `known`, or `new`.",
+            labels=["tokens"],
+        )
+        chars.add_metric(["known"], 0 if memory is None else memory.known_chars)
+        chars.add_metric(["new"], 0 if memory is None else memory.new_chars)
+        yield chars
 
     def _turns(self) -> Iterable[Metric]:
         turns = self._sources.engines.turns

@@ -71,6 +71,8 @@ class PromptMemory:
         self._max_pieces = max_pieces
         self._pieces: OrderedDict[tuple[int, str], _Piece] = OrderedDict()
         self._numbers = 0
+        self.known_chars = self.new_chars = 0
+        """Of all texts so far: what was remembered of them, and what was not."""
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -79,7 +81,7 @@ class PromptMemory:
         """What is known of its beginning."""
         found: list[_Piece] = []
         rest: list[str] = []
-        start, number = 0, 0
+        start, number, known_chars = 0, 0, 0
         for end in _cuts(text):
             piece = text[start:end]
             start = end
@@ -89,7 +91,9 @@ class PromptMemory:
                 continue
             self._pieces.move_to_end((number, piece))
             found.append(known)
-            number = known.number
+            number, known_chars = known.number, end
+        self.known_chars += known_chars
+        self.new_chars += len(text) - known_chars
         return Walk(found, [*rest, text[start:]])
 
     def keep(self, walk: Walk) -> None:

@@ -84,6 +84,11 @@ class Tokeniser:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenise")
 
     @property
+    def memory(self) -> PromptMemory | None:
+        """What is remembered of prompts; None where nothing can be."""
+        return self._memory
+
+    @property
     def available(self) -> bool:
         return self._tokenizer is not None
 

@@ -67,6 +67,16 @@ def test_only_what_is_new_is_left_to_do() -> None:
     assert memory.walk("so it begins " + text).pieces == []
 
 
+def test_it_counts_what_it_knew() -> None:
+    memory = PromptMemory()
+    text = story(2, 3000)
+    prompt_of(memory, text)
+    assert (memory.known_chars, memory.new_chars) == (0, len(text))
+    walk = memory.walk(text)
+    assert memory.known_chars == sum(len(piece.text) for piece in walk.pieces) > len(text) // 2
+    assert memory.known_chars + memory.new_chars == 2 * len(text)
+
+
 def test_the_least_recently_used_goes_first() -> None:
     texts = [story(seed, 1200) for seed in range(3)]
     most = 5
