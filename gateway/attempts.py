@@ -206,6 +206,7 @@ class Attempts:
                     self._limits,
                     stream_headers(record, content_type),
                     partial(self._saw_events, record),
+                    record.completed,
                 )
             else:
                 answer = await relay_whole(response, self._limits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -20,10 +20,14 @@ _END = re.compile(
 
 
 async def relay_events(
-    response: UpstreamResponse, sink: ClientSink, limits: Limits, headers: Mapping[str, str]
+    response: UpstreamResponse,
+    sink: ClientSink,
+    limits: Limits,
+    headers: Mapping[str, str],
+    on_done: Callable[[], None],
 ) -> Relayed:
     """Relay whole events to the end. One that breaks off before its last event is ended with an
-    error event, and closed.
+    error event, and closed. `on_done()` is called when the last event has gone out.
 
     Raises PrfaasError for a failure before the first event, and Cancelled.
     """
@@ -39,6 +43,8 @@ async def relay_events(
                 await sink.start(headers)
             said = True
             await write(sink, whole)
+            if ended:
+                on_done()
         if not ended:
             raise EngineUnavailable("the engine ended the stream early")
     except Cancelled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 import msgspec
 
@@ -14,9 +15,10 @@ from gateway.dispatch import Dispatcher
 from gateway.engines import Engines
 from gateway.ids import Ids
 from gateway.job import Inbound, Job
-from gateway.keepalive import KeepaliveSink
+from gateway.keepalive import kept_alive
 from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
+from gateway.opening import open_record
 from gateway.outcomes import Outcomes
 from gateway.quality import salt_of
 from gateway.records import RecordBook, RequestRecord
@@ -96,12 +98,7 @@ class Generation:
 
         Raises the PrfaasError to answer with; cancelling it (the client left) stops the engine.
         """
-        record = self._records.open(
-            inbound.request_id, inbound.api.value, inbound.trace.trace_id, self._ids.hex(16)
-        )
-        record.tenant = inbound.visit.name
-        if self._traced and inbound.trace.sampled:
-            record.trace = inbound.trace
+        record = open_record(self._records, inbound, self._ids, self._traced)
         answer: WholeAnswer | Relayed | None = None
         task = asyncio.current_task()
         assert task is not None
@@ -178,21 +175,14 @@ class Generation:
         return await (self._streamed(job) if job.parsed.stream else self._attempts.run(job))
 
     async def _streamed(self, job: Job) -> WholeAnswer | Relayed:
-        """With comments for a client who would wait for long, after which an error is an event."""
-        sink = job.sink
-        kept = KeepaliveSink(sink, stream_headers(job.record), self._limits.sse_keepalive_s)
-        job.sink = kept
-        try:
-            answer = await self._attempts.run(job)
-            if isinstance(answer, WholeAnswer) and sink.started:
-                return await end_refused(kept, answer)
-            return answer
-        except PrfaasError as exc:
-            if isinstance(exc, Cancelled) or not sink.started:
-                raise
-            return await end_broken(kept, exc)
-        finally:
-            await kept.close()
+
+        def answering(kept: ClientSink) -> Awaitable[WholeAnswer | Relayed]:
+            job.sink = kept
+            return self._attempts.run(job)
+
+        headers = stream_headers(job.record)
+        keepalive_s = self._limits.sse_keepalive_s
+        return await kept_alive(job.sink, headers, keepalive_s, answering, end_refused, end_broken)
 
     def outcome(self, outcome: Outcome) -> None:
         """What D's agent reports of a transfer."""

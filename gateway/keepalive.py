@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
-from gateway.relay import ClientSink, write
+from gateway.relay import ClientSink, Relayed, WholeAnswer, write
+from prfaas.errors import Cancelled, PrfaasError
 
 COMMENT = b": keepalive\n\n"
+
+
+async def kept_alive(
+    sink: ClientSink,
+    headers: Mapping[str, str],
+    interval_s: float,
+    answering: Callable[[ClientSink], Awaitable[WholeAnswer | Relayed]],
+    end_refused: Callable[[ClientSink, WholeAnswer], Awaitable[Relayed]],
+    end_broken: Callable[[ClientSink, PrfaasError], Awaitable[Relayed]],
+) -> WholeAnswer | Relayed:
+    """What `answering` makes of `sink` with comments in it. Where a comment has gone out, whole
+    answers and errors are too late for a status of their own: `end_refused` and `end_broken` say
+    them in the stream.
+
+    Raises what `answering` raises before that, and Cancelled.
+    """
+    kept = KeepaliveSink(sink, headers, interval_s)
+    try:
+        answer = await answering(kept)
+        if isinstance(answer, WholeAnswer) and sink.started:
+            return await end_refused(kept, answer)
+        return answer
+    except PrfaasError as exc:
+        if isinstance(exc, Cancelled) or not sink.started:
+            raise
+        return await end_broken(kept, exc)
+    finally:
+        await kept.close()
 
 
 class KeepaliveSink:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from contextlib import nullcontext
 
 import msgspec
@@ -12,8 +13,9 @@ from gateway.attempts import BROKEN_STATUSES, RETRIED_STATUSES, kind_in, note_an
 from gateway.engines import Engine, Engines
 from gateway.event_relay import end_broken_events, relay_events
 from gateway.ids import Ids
-from gateway.keepalive import KeepaliveSink
+from gateway.keepalive import kept_alive
 from gateway.metrics import GatewayMetrics
+from gateway.opening import open_record
 from gateway.passed import PassedBody, PassedInbound
 from gateway.records import RecordBook, RequestRecord
 from gateway.relay import EVENT_STREAM, ClientSink, Relayed, WholeAnswer, relay_whole
@@ -74,12 +76,7 @@ class Passing:
 
         Raises the PrfaasError to answer with; cancelling it (the client left) stops the engine.
         """
-        record = self._records.open(
-            inbound.request_id, inbound.api.value, inbound.trace.trace_id, self._ids.hex(16)
-        )
-        record.tenant = inbound.visit.name
-        if self._traced and inbound.trace.sampled:
-            record.trace = inbound.trace
+        record = open_record(self._records, inbound, self._ids, self._traced)
         answer: WholeAnswer | Relayed | None = None
         try:
             answer = await self._within_time(inbound, sink, record)
@@ -150,18 +147,15 @@ class Passing:
         """It goes to an engine now."""
         if not body.stream:
             return await self._attempts(inbound, body, sent, sink, record)
-        kept = KeepaliveSink(sink, stream_headers(record), self._limits.sse_keepalive_s)
-        try:
-            answer = await self._attempts(inbound, body, sent, kept, record)
-            if isinstance(answer, WholeAnswer) and sink.started:  # too late for its own status
-                return await end_broken_events(kept, _error_in(answer))
-            return answer
-        except PrfaasError as exc:
-            if isinstance(exc, Cancelled) or not sink.started:
-                raise
-            return await end_broken_events(kept, exc)
-        finally:
-            await kept.close()
+
+        def answering(kept: ClientSink) -> Awaitable[WholeAnswer | Relayed]:
+            return self._attempts(inbound, body, sent, kept, record)
+
+        headers = stream_headers(record)
+        keepalive_s = self._limits.sse_keepalive_s
+        return await kept_alive(
+            sink, headers, keepalive_s, answering, _end_refused, end_broken_events
+        )
 
     async def _attempts(
         self,
@@ -240,7 +234,9 @@ class Passing:
                     kind = response.headers.get("content-type", "")
                     if response.status == 200 and kind.startswith(EVENT_STREAM):
                         shown = stream_headers(record, kind)
-                        answer = await relay_events(response, sink, self._limits, shown)
+                        answer = await relay_events(
+                            response, sink, self._limits, shown, record.completed
+                        )
                     else:
                         answer = await relay_whole(response, self._limits)
         except EngineUnavailable as exc:
@@ -266,9 +262,10 @@ def _says_that_it_lacks(answer: WholeAnswer | Relayed | PrfaasError) -> bool:
     return kind_in(answer.body) in LACKING_KINDS
 
 
-def _error_in(answer: WholeAnswer) -> PrfaasError:
-    """Too late to be a status of its own."""
+async def _end_refused(sink: ClientSink, answer: WholeAnswer) -> Relayed:
+    """Too late for a status of its own."""
     message = "and did not stream"
     if answer.status >= 400:  # in OpenAI's shape, which `relay_whole` sees to
         message = msgspec.json.decode(answer.body)["error"].get("message")
-    return EngineUnavailable(f"the engine answered {answer.status}: {message}")
+    error = EngineUnavailable(f"the engine answered {answer.status}: {message}")
+    return await end_broken_events(sink, error)

@@ -13,7 +13,7 @@ from gateway.moves import Move
 from gateway.stages import Mark, Stage, seconds_by_stage, stages_of
 from gateway.trace import Trace
 from prfaas.clock import Clock
-from prfaas.errors import PrfaasError, RateLimited
+from prfaas.errors import Cancelled, PrfaasError, RateLimited
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target
 
 TURN = "turn"
@@ -71,6 +71,8 @@ class RequestRecord(msgspec.Struct):
     error: str = ""
     """Kind of the error, also of one after the commit (then the status is 200)."""
     committed: bool = False
+    complete: bool = False
+    """The last event of its stream went out to the client."""
     outcome: Outcome | None = None
     first_event_at: float | None = None
     last_event_at: float | None = None
@@ -119,12 +121,18 @@ class RequestRecord(msgspec.Struct):
         return list(stages_of(self.started_at, self.marks, self.first_event_at, self.ended_at))
 
     def fail(self, error: PrfaasError) -> None:
-        """It ends with this error: 499 where the client left."""
+        """It ends with this error: 499 where the client left before it had its whole stream."""
+        if self.complete and isinstance(error, Cancelled):
+            self.status, self.error = "200", ""
+            return
         self.status, self.error = str(error.http_status), error.kind
         if isinstance(error, RateLimited):
             self.limit = error.param or error.kind
         elif error.phase == TURN:
             self.limit = TURN
+
+    def completed(self) -> None:
+        self.complete = True
 
     def saw_events(self, count: int, now: float) -> float | None:
         """Count events that arrived together; returns the gap that each of them stands for, in

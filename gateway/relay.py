@@ -87,10 +87,12 @@ async def relay_stream(
     limits: Limits,
     headers: Mapping[str, str],
     on_events: Callable[[int], None],
+    on_done: Callable[[], None],
 ) -> WholeAnswer | Relayed:
     """Relay server-sent events; an error that comes first is answered as a whole with its status.
 
-    `on_events(count)` is called for events as they arrive, first of all before the commit. Raises
+    `on_events(count)` is called for events as they arrive, first of all before the commit, and
+    `on_done()` when [DONE] has gone out: a client may leave then and miss nothing. Raises
     EngineUnavailable for a failure before the commit.
     """
     splitter = SseSplitter(limits.max_event_bytes)
@@ -101,6 +103,8 @@ async def relay_stream(
     on_events(splitter.events)
     await sink.start(headers)
     await write(sink, held)
+    if splitter.done:
+        on_done()
 
     slow = False  # the client, who has to be waited for
 
@@ -113,6 +117,8 @@ async def relay_stream(
         if splitter.events > seen:
             on_events(splitter.events - seen)
         slow = sink.put(whole)
+        if splitter.done and not slow:
+            on_done()
         return slow
 
     try:
@@ -122,6 +128,8 @@ async def relay_stream(
             if slow:
                 await sink.drain()
                 slow = False
+                if splitter.done:
+                    on_done()
     except Cancelled:
         raise
     except PrfaasError as exc:

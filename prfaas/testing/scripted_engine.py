@@ -34,6 +34,8 @@ class Script:
     stop_after: int | None = None
     then: str = "error_event"
     """`error_event`, `cut` or `hang`."""
+    end_delay_s: float = 0.0
+    """Between [DONE] and the end of the answer."""
     cached_tokens: int = 0
     finish_reason: str = "stop"
 
@@ -133,6 +135,7 @@ class ScriptedEngine:
         if script.stop_after is not None and script.stop_after >= len(answer.texts):
             return await self._fail(request, response, script)
         await response.write(answer.end())
+        await asyncio.sleep(script.end_delay_s)
         await response.write_eof()
         return response
 

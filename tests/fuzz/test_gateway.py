@@ -172,7 +172,7 @@ def test_streams_of_an_engine() -> None:
 
     async def relay(answer: _Answer) -> None:
         client = _Client()
-        result = await relay_stream(answer, client, LIMITS, {}, lambda count: None)
+        result = await relay_stream(answer, client, LIMITS, {}, lambda count: None, lambda: None)
         if isinstance(result, WholeAnswer):
             assert not client.started
             assert 400 <= result.status <= 599

@@ -46,6 +46,10 @@ class _Client:
     headers: Mapping[str, str] = field(default_factory=dict)
     started: bool = False
     complete: bool | None = None
+    done: bool = False
+
+    def say_done(self) -> None:
+        self.done = True
 
     async def start(self, headers: Mapping[str, str]) -> None:
         self.started, self.headers = True, headers
@@ -63,7 +67,9 @@ class _Client:
 
 async def relayed(pieces: list[Any]) -> tuple[Relayed, _Client]:
     client = _Client()
-    answer = await relay_events(cast(Any, _Engine(pieces)), client, LIMITS, {"a": "b"})
+    answer = await relay_events(
+        cast(Any, _Engine(pieces)), client, LIMITS, {"a": "b"}, client.say_done
+    )
     return answer, client
 
 
@@ -74,7 +80,7 @@ async def test_every_end_is_known_however_it_was_cut(end: bytes, size: int) -> N
     pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
     answer, client = await relayed(pieces)
     assert (client.got, client.complete, client.headers) == (stream, True, {"a": "b"})
-    assert answer.broken == ""
+    assert (answer.broken, client.done) == ("", True)
 
 
 @pytest.mark.parametrize(
@@ -84,14 +90,14 @@ async def test_what_breaks_off_ends_with_an_error_event(failure: list[Any]) -> N
     answer, client = await relayed([DELTA, *failure])
     assert answer.broken in (EngineUnavailable.kind, ProtocolError.kind)
     assert client.got.startswith(DELTA + b"event: error\ndata: {")
-    assert client.complete is False
+    assert (client.complete, client.done) == (False, False)
 
 
 @pytest.mark.parametrize("failure", [[], [EngineUnavailable("cut")], [b"data: half"]])
 async def test_before_the_first_event_a_failure_is_an_error(failure: list[Any]) -> None:
     client = _Client()
     with pytest.raises(EngineUnavailable):
-        await relay_events(cast(Any, _Engine(failure)), client, LIMITS, {})
+        await relay_events(cast(Any, _Engine(failure)), client, LIMITS, {}, client.say_done)
     assert not client.started
 
 

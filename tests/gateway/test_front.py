@@ -222,6 +222,17 @@ async def test_a_client_that_leaves_in_a_stream_stops_the_engine(cluster: Any) -
     assert (record.status, record.error, record.committed) == ("499", "cancelled", True)
 
 
+async def test_a_client_that_leaves_with_all_of_its_stream_has_not_given_up(cluster: Any) -> None:
+    cluster.engine.script = Script(end_delay_s=60)
+    async with client_of(cluster) as client:
+        await client.say(request(body_of(stream=True), "x-request-id: all"))
+        await client.reader.readuntil(b"data: [DONE]")
+    await until(lambda: cluster.engine.seen[0].cancelled, "the engine to be told")
+    record = cluster.gateway.records.get("all")
+    await until(lambda: record.status, "the record to end")
+    assert (record.status, record.error, record.committed) == ("200", "", True)
+
+
 @pytest.mark.parametrize("reads_on", [True, False])
 async def test_a_client_that_does_not_read_stops_the_stream(
     make_cluster: Any, reads_on: bool

@@ -5,7 +5,7 @@ import pytest
 
 from gateway.records import MAX_ITL_SAMPLES, RecordBook, RequestRecord, detail, summary
 from policies.least_ttft import LeastTtft
-from prfaas.errors import EngineUnavailable
+from prfaas.errors import Cancelled, EngineUnavailable
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import Decision, RequestFacts, Snapshot, Target
 from prfaas.testing.clock import ManualClock
@@ -96,3 +96,12 @@ def test_the_detail_adds_samples_to_the_summary(book: RecordBook) -> None:
     record.saw_events(1, 1.0)
     record.saw_events(1, 1.5)
     assert detail(record) == {**summary(record), "itl_s": [0.5], "stages_s": {}}
+
+
+def test_a_client_may_leave_once_it_has_all_of_its_stream(book: RecordBook) -> None:
+    record = book.open("a", "chat", "trace", "key")
+    record.completed()
+    record.fail(Cancelled("the client went away"))
+    assert (record.status, record.error) == ("200", "")
+    record.fail(EngineUnavailable("broke"))
+    assert (record.status, record.error) == ("502", "engine_unavailable")

@@ -63,6 +63,7 @@ class Sink:
         self.got = b""
         self.writes = self.drains = 0
         self.complete: bool | None = None
+        self.done = False
         self._gone_after = gone_after
 
     async def start(self, headers: Mapping[str, str]) -> None:
@@ -75,6 +76,11 @@ class Sink:
         self.writes += 1
         self.got += data
         return self.slow
+
+    def say_done(self) -> None:
+        assert DONE in self.got
+        assert not self.slow or self.drains == self.writes
+        self.done = True
 
     async def drain(self) -> None:
         self.drains += 1
@@ -92,7 +98,9 @@ def client(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 async def stream(*pieces: bytes | Exception, sink: Sink | None = None):
     sink = sink or Sink()
     counts: list[int] = []
-    answer = await relay_stream(Scripted(list(pieces)), sink, LIMITS, HEADERS, counts.append)
+    answer = await relay_stream(
+        Scripted(list(pieces)), sink, LIMITS, HEADERS, counts.append, sink.say_done
+    )
     return answer, sink, counts
 
 
@@ -106,7 +114,7 @@ async def test_a_complete_stream_passes_untouched() -> None:
     answer, sink, counts = await stream(EVENT, EVENT + EVENT, DONE)
     assert answer == Relayed()
     assert sink.got == EVENT * 3 + DONE
-    assert sink.complete is True
+    assert (sink.complete, sink.done) == (True, True)
     assert sink.headers == HEADERS
     assert counts == [1, 2]
 
@@ -115,7 +123,9 @@ async def test_nothing_is_sent_before_the_first_event() -> None:
     sink = Sink()
     pieces = [b": ping\n\n", b": ping\n\n", EVENT[:10]]
     task = asyncio.create_task(
-        relay_stream(Scripted([*pieces, EngineUnavailable("x")]), sink, LIMITS, HEADERS, print)
+        relay_stream(
+            Scripted([*pieces, EngineUnavailable("x")]), sink, LIMITS, HEADERS, print, print
+        )
     )
     with pytest.raises(EngineUnavailable):
         await task
