@@ -43,6 +43,8 @@ class Member(msgspec.Struct, frozen=True):
     sent: dict[str, Load] = {}
     """By place: an engine's name, or `peer/instance`."""
     links: tuple[LinkSample, ...] = ()
+    processes: int = 1
+    """Workers that it stands for, each with a share of every budget."""
 
 
 class Spend(msgspec.Struct, frozen=True):
@@ -130,6 +132,8 @@ class Shared(msgspec.Struct, frozen=True):
     """As far as this tells."""
     prefixes_gap: bool = False
     """Some that came between are not kept any more: what was heard before may be wrong."""
+    alone: bool = False
+    """This store has lost the one beyond it: each keeps to its share."""
 
 
 class ClusterStore(Protocol):

@@ -22,7 +22,9 @@ from prfaas.cluster_state import (
 )
 
 
-class _Bucket:
+class StoredBucket:
+    """One budget as the store has it."""
+
     __slots__ = ("at", "capacity", "level", "period_s", "seq")
 
     def __init__(self, spend: Spend, now: float) -> None:
@@ -32,9 +34,10 @@ class _Bucket:
         self.at = now
         self.seq = 0
 
-    def refill(self, now: float) -> None:
-        gained = max(0.0, now - self.at) * self.capacity / self.period_s
-        self.level = min(self.capacity, self.level + gained)
+    def refill(self, now: float, share: float = 1.0) -> None:
+        """At so much of its rate, and up to so much of it."""
+        gained = max(0.0, now - self.at) * self.capacity / self.period_s * share
+        self.level = min(self.capacity * share, self.level + gained)
         self.at = now
 
 
@@ -43,6 +46,7 @@ class MemoryStore:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self._refilled_share = 1.0
         self.forget()
 
     def forget(self) -> None:
@@ -50,7 +54,7 @@ class MemoryStore:
         self._epoch = uuid.uuid4().hex
         self._seq = 0
         self._members: dict[str, tuple[float, Member]] = {}
-        self._buckets: dict[BucketKey, _Bucket] = {}
+        self._buckets: dict[BucketKey, StoredBucket] = {}
         self._policy = SharedPolicy(0, "")
         self._prefixes: deque[tuple[float, str, tuple[PrefixDelta, ...]]] = deque(
             maxlen=PREFIX_BATCHES
@@ -64,8 +68,8 @@ class MemoryStore:
         for spend in report.spends:
             bucket = self._buckets.get(spend.key)
             if bucket is None:
-                bucket = self._buckets[spend.key] = _Bucket(spend, now)
-            bucket.refill(now)
+                bucket = self._buckets[spend.key] = self._new_bucket(spend, now)
+            bucket.refill(now, self._refilled_share)
             bucket.capacity, bucket.period_s = spend.capacity, spend.period_s
             bucket.level = min(bucket.level, spend.capacity) - spend.spent
             self._seq += 1
@@ -76,7 +80,7 @@ class MemoryStore:
         levels = {}
         for key, bucket in self._buckets.items():
             if bucket.seq > since:
-                bucket.refill(now)
+                bucket.refill(now, self._refilled_share)
                 levels[key] = bucket.level
         known = report.policy_version if report.epoch == self._epoch else 0
         if report.prefixes:
@@ -93,6 +97,9 @@ class MemoryStore:
             upto,
             gap,
         )
+
+    def _new_bucket(self, spend: Spend, now: float) -> StoredBucket:
+        return StoredBucket(spend, now)
 
     def _prefixes_for(
         self, report: Report, now: float

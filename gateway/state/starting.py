@@ -31,7 +31,7 @@ def state_of(
     if store is None:
         if settings.redis is None:
             return None
-        store = _redis(settings)
+        store = redis_store(settings)
 
     def tenants() -> Iterable[Tenant]:
         return tenancy.directory.tenants.values() if tenancy is not None else ()
@@ -63,7 +63,8 @@ def prefixes_of(
     )
 
 
-def _redis(settings: StateSettings) -> ClusterStore:
+def redis_store(settings: StateSettings) -> ClusterStore:
+    """Raises ConfigError."""
     try:
         from gateway.state.redis_store import RedisStore
     except ModuleNotFoundError as exc:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol
 
 from gateway.cluster_view import ClusterView
-from gateway.shared_prefixes import SharedPrefixes
 from gateway.state.metrics import StateMetrics
-from gateway.tenancy.quotas import Quotas
 from prfaas.clock import Clock
-from prfaas.cluster_state import ClusterStore, LinkSample, Load, Member, Report, Shared, Spend
+from prfaas.cluster_state import (
+    BucketKey,
+    ClusterStore,
+    HeardPrefixes,
+    LinkSample,
+    Load,
+    Member,
+    PrefixDelta,
+    Report,
+    Shared,
+    Spend,
+)
 from prfaas.errors import StateUnavailable
 from prfaas.settings import StateSettings
 from prfaas.tenants import Tenant
@@ -40,6 +49,40 @@ class PolicyExchange(Protocol):
         ...
 
 
+class Budgets(Protocol):
+    """What is told and heard of budgets; `Quotas` is one."""
+
+    def report(self, now: float, *, everything: bool) -> list[Spend]: ...
+
+    def unreport(self, spends: Iterable[Spend]) -> None: ...
+
+    def claims(self, tenants: Iterable[Tenant], now: float) -> dict[str, int]: ...
+
+    def take_levels(self, levels: Mapping[BucketKey, float], shares: int, now: float) -> None: ...
+
+    def take_claims(
+        self, tenants: Iterable[Tenant], others: Mapping[str, int], now: float
+    ) -> None: ...
+
+    def alone(self) -> None: ...
+
+
+class PrefixExchange(Protocol):
+    """What is told and heard of prefixes; `SharedPrefixes` is one."""
+
+    def report(self) -> tuple[PrefixDelta, ...]: ...
+
+    def told(self) -> int: ...
+
+    def untold(self) -> None: ...
+
+    def tell_again(self) -> None: ...
+
+    def take(self, heard: Iterable[HeardPrefixes], known: Collection[str]) -> int: ...
+
+    def reset(self) -> None: ...
+
+
 class StateSync:
     """Owns the store; close it with `close`, after the last request. `run` until cancelled."""
 
@@ -48,14 +91,17 @@ class StateSync:
         settings: StateSettings,
         store: ClusterStore,
         view: ClusterView,
-        quotas: Quotas | None,
+        quotas: Budgets | None,
         tenants: Callable[[], Iterable[Tenant]],
         policy: PolicyExchange | None,
         metrics: StateMetrics,
         clock: Clock,
-        prefixes: SharedPrefixes | None = None,
+        prefixes: PrefixExchange | None = None,
+        processes: int = 1,
     ) -> None:
-        """`quotas` None: nobody is told apart. `policy` and `prefixes` None: not shared."""
+        """`quotas` None: nobody is told apart. `policy` and `prefixes` None: not shared.
+        `processes`: workers that this one speaks for.
+        """
         self._settings = settings
         self._store = store
         self._view = view
@@ -66,6 +112,7 @@ class StateSync:
         self._clock = clock
         self._prefixes = prefixes
         self._prefixes_seq = 0
+        self._processes = processes
         self.max_pause_s = MAX_PAUSE_S
         self.id = uuid.uuid4().hex
         self.address = ""
@@ -160,6 +207,7 @@ class StateSync:
                 for place, sum in self._view.sent.sums().items()
             },
             tuple(self._links(now)),
+            self._processes,
         )
         return Report(
             member,
@@ -208,7 +256,7 @@ class StateSync:
         self._take_prefixes(shared)
         self._epoch, self._seq = shared.epoch, shared.seq
         self._heard_at, self._failures = now, 0
-        there = max(1, len(shared.members))
+        there = max(1, sum(member.processes for member in shared.members))
         self.shares = max(there, self.shares) if now < self._most_until else there
         self._view.neighbours.take(shared.members, self.id, now)
         if self._quotas is not None:
@@ -218,9 +266,11 @@ class StateSync:
                     others[tenant] = others.get(tenant, 0) + claim
             self._quotas.take_levels(shared.levels, self.shares, now)
             self._quotas.take_claims(self._tenants(), others, now)
+            if shared.alone:
+                self._quotas.alone()
         if not self._up:
             self._up = True
-            logger.info("in touch with %d other gateways", there - 1)
+            logger.info("in touch with %d others", max(0, len(shared.members) - 1))
         if shared.policy is not None:
             self._policy_version = shared.policy.version
             self._own_text = shared.policy.text

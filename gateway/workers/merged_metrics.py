@@ -105,7 +105,7 @@ def _together(rule: Callable[[float, float], float], one: float, other: float) -
 
 def rendered(families: list[Family]) -> bytes:
     """As `/metrics` serves them."""
-    return generate_latest(_Registry(families))  # type: ignore[arg-type]
+    return generate_latest(_Registry(families))
 
 
 class _Registry:

@@ -10,12 +10,14 @@ from functools import partial
 
 from gateway.app import check_settings
 from gateway.discovery import Discovery
-from gateway.live_policy import MakePolicy
+from gateway.live_policy import ACTIVE, MakePolicy
 from gateway.members import Members
 from gateway.metrics import GatewayMetrics
-from gateway.state.memory import MemoryStore
+from gateway.state.starting import redis_store
+from gateway.state.sync import StateSync
 from gateway.workers.everyone import Counted
 from gateway.workers.files import good_copies
+from gateway.workers.hub_store import HubPrefixes, HubStore, WorkersSent
 from gateway.workers.messages import MembersAre, ToWorker
 from gateway.workers.place import Place
 from gateway.workers.siblings import Ask, Siblings
@@ -24,6 +26,7 @@ from gateway.workers.told_view import ToldView
 from gateway.workers.watching import Watching
 from prfaas.clock import Clock
 from prfaas.dialling import ends_at, open_files
+from prfaas.errors import ConfigError
 from prfaas.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -47,7 +50,9 @@ class StateProcess:
         self.copies = good_copies(gateway, place.directory, make_policy, self.metrics)
         self.view = ToldView(gateway, limits, clock, self._tell)
         self.discovery = Discovery(gateway, limits, self._members_changed, self.metrics)
-        self.store = MemoryStore(clock)
+        beyond = gateway.state.redis is not None
+        self.store = HubStore(clock, place.workers, self.view.neighbours, beyond=beyond)
+        self.sync = self._sync_with(settings, place, clock) if beyond else None
         self.server = StateServer(
             place.state_socket, self.store, self.view, lambda: self.watching.members, clock
         )
@@ -60,11 +65,39 @@ class StateProcess:
             lambda members: self._tell(MembersAre.of(members)),
         )
 
+    def _sync_with(self, settings: Settings, place: Place, clock: Clock) -> StateSync:
+        """With the store beyond, for all workers as one. Raises ConfigError."""
+        gateway, workers = settings.gateway, place.workers
+        state = gateway.state
+        self.view.sent = WorkersSent(self.store)
+        policy = self.copies.get(ACTIVE)
+        if state.share_policy and policy is None:
+            raise ConfigError(
+                "gateway.state.share_policy: with workers it needs gateway.policy.file",
+                field="gateway.state.share_policy",
+            )
+        sync = StateSync(
+            state.model_copy(update={"expected_gateways": state.expected_gateways * workers}),
+            redis_store(state),
+            self.view,
+            self.store,
+            tuple,
+            policy if state.share_policy else None,
+            self.metrics.state,
+            clock,
+            HubPrefixes(self.store) if state.share_prefixes else None,
+            workers,
+        )
+        sync.address = f"{gateway.host}:{place.port}"
+        return sync
+
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StateProcess]:
         """Listen, and follow agents and files."""
         runs = [self.watching.run(), self.counted.run()]
         runs += [copy.run() for copy in self.copies.values()]
+        if self.sync is not None:
+            runs.append(self.sync.run())
         if self.discovery.follows:
             runs.append(self.discovery.run())
         await self.siblings.start()
@@ -78,6 +111,8 @@ class StateProcess:
             await asyncio.gather(*tasks, return_exceptions=True)
             await self.siblings.close()
             await self.server.close()
+            if self.sync is not None:
+                await self.sync.close()
             await self.watching.close()
 
     def _tell(self, message: ToWorker) -> None:
