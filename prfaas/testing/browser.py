@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +124,18 @@ class Page:
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.call("Emulation.setEmulatedMedia", features=features)
 
+    async def violations(self) -> list[str]:
+        """Of accessibility rules, as axe-core finds them on the page as it is. Needs
+        axe-core-python.
+        """
+        if not await self.value("typeof axe === 'object'"):
+            await self.value(f"{_axe()};1")
+        found: list[str] = await self.value(
+            "axe.run(document).then(r => r.violations.map("
+            "v => `${v.id}: ${v.help}: ${v.nodes.map(n => n.html.slice(0, 160)).join(' ')}`))"
+        )
+        return found
+
     async def screenshot(self, file: Path, *, whole: bool = True) -> None:
         """As PNG; `whole`: beyond the window too."""
         taken = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
@@ -160,6 +173,10 @@ async def open_page(chromium: str) -> AsyncIterator[Page]:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
+
+
+def _axe() -> str:
+    return (resources.files("axe_core_python") / "axe.min.js").read_text()
 
 
 async def _port(profile: Path, process: asyncio.subprocess.Process) -> int:

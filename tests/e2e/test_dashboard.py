@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import aiohttp
 import pytest
 
 from prfaas.testing.browser import Page, find_chromium, open_page
+from prfaas.testing.redis_server import WHY_SKIPPED, RedisServer, found
 from prfaas.up.fleet import FleetPlan
 from prfaas.up.fleet_file import Fleet, FleetFault, FleetLink
 from prfaas.up.fleet_processes import FleetProcesses
@@ -33,7 +35,7 @@ LINKS = ROWS.format(
 )
 
 
-def fleet() -> Fleet:
+def fleet(redis_url: str) -> Fleet:
     paced = {"kv_memory_bytes": 16 << 20}
     return Fleet.model_validate(
         {
@@ -43,6 +45,7 @@ def fleet() -> Fleet:
                 "tokenizer": str(PROFILES / "byte-tokenizer"),
                 "short_body_bytes": 0,
                 "shadow": {"name": "always_local"},
+                "state": {"redis": redis_url},
             },
             "engines": {
                 "count": 2,
@@ -96,20 +99,29 @@ async def dashboard(url: str) -> AsyncIterator[Page]:
 
 
 @pytest.mark.timeout(300)
-async def test_it_shows_real_traffic_while_an_engine_dies_and_a_link_degrades(
+@pytest.mark.skipif(not found(), reason=WHY_SKIPPED)
+async def test_it_shows_real_traffic_while_redis_goes_an_engine_dies_and_a_link_degrades(
     tmp_path: Path,
 ) -> None:
-    processes = FleetProcesses(FleetPlan.create(fleet(), tmp_path / "fleet", tmp_path), print)
+    folder = tmp_path / "redis"
+    folder.mkdir()
+    redis = RedisServer(folder)
+    plan = FleetPlan.create(fleet(redis.url()), tmp_path / "fleet", tmp_path)
+    processes = FleetProcesses(plan, print)
     try:
+        await redis.start()
         await processes.start()
         (url,) = processes.plan.gateway_urls
         async with dashboard(url) as page, asking(url):
             await shows_traffic(page)
+            await shows_that_redis_goes_and_comes_back(page, redis)
             await shows_a_degraded_link(page, processes)
             await shows_a_dead_engine(page, processes)
+            assert await page.violations() == []
             assert page.errors == []
     finally:
         await processes.stop()
+        await redis.stop()
 
 
 async def shows_traffic(page: Page) -> None:
@@ -128,6 +140,22 @@ async def shows_traffic(page: Page) -> None:
     await page.until("document.querySelectorAll('#topology .flow').length > 0")
     picture = "document.querySelector('#topology svg').getAttribute('aria-label')"
     await page.until(f"/2 of 2 decode engines up/.test({picture})")
+
+
+async def shows_that_redis_goes_and_comes_back(page: Page, redis: RedisServer) -> None:
+    pill = "document.querySelector('#together')"
+    newest = "document.querySelector('#decisions tbody tr').innerText"
+    await page.until(f"{pill}.textContent === 'alone'")
+    await redis.stop()
+    await page.until(f"/shared state lost/.test({pill}.textContent)", 60)
+    await page.until(
+        "/shared by gateways is lost/.test(document.querySelector('#live').textContent)"
+    )
+    before = await page.value(newest)
+    await page.until(f"{newest} !== {json.dumps(before)}")
+    await page.until("/done|KV came/.test(document.querySelector('#decisions tbody').innerText)")
+    await redis.start()
+    await page.until(f"{pill}.textContent === 'alone'", 60)
 
 
 async def shows_a_dead_engine(page: Page, processes: FleetProcesses) -> None:

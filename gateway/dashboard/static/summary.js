@@ -76,7 +76,7 @@ export function drawPolicies(box, state) {
     const [title, name, facts] = article.children;
     say(title, each.role === "canary" ? `canary, ${percent(each.share)} of requests` : each.role);
     say(name, `${words(each.name)}, version ${each.version}`);
-    const items = Object.entries(each.state).map(([key, value]) => [words(key), number(value)]);
+    const items = Object.entries(each.state).map(([key, value]) => [words(key.replace(/_s$/, "")), measured(key, value)]);
     if (each.role === "shadow" && state.shadow) items.unshift(...shadowed(state.shadow));
     keyed(facts, items, ([key]) => key, ([key]) => h("div", {}, h("dt", {}, key), h("dd")), (item, [, value]) => say(item.lastChild, value));
   });
@@ -88,6 +88,12 @@ function shadowed({ agreed, differed, saved_s: saved, lost_s: lost }) {
     ["would have saved", seconds(saved)],
     ["would have lost", seconds(lost)],
   ];
+}
+
+function measured(key, value) {
+  if (typeof value === "number" && /bytes$/.test(key)) return bytes(value);
+  if (typeof value === "number" && /(^seconds|_s)$/.test(key)) return seconds(value);
+  return number(value);
 }
 
 function number(value) {

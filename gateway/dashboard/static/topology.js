@@ -32,7 +32,7 @@ export class Topology {
     put(this.svg, { "aria-label": summary(state) });
     const links = plan.links;
     keyed(this.wires, [...plan.spokes, ...links], (each) => each.key, () => s("path"), wire);
-    const flowing = links.filter((each) => each.link.in_flight_bytes > 0 || each.link.rate_bytes_per_s > 0);
+    const flowing = links.filter(({ link }) => link.ready && (link.in_flight_bytes > 0 || link.rate_bytes_per_s > 0));
     keyed(this.flows, flowing, (each) => each.key, () => s("path", { class: "flow" }), flow);
     keyed(this.nodes, plan.nodes, (each) => each.name, node, updateNode);
     keyed(this.heads, plan.heads, (each) => each.key, head, updateHead);

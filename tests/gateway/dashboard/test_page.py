@@ -57,6 +57,7 @@ async def test_it_is_for_phones_keyboards_both_schemes_and_readers(make_cluster:
                 await page.look(width, 844, scheme=scheme)
                 assert await page.value("document.documentElement.scrollWidth") <= width
                 assert await page.value(CONTRAST) == [], (width, scheme)
+                assert await page.violations() == [], (width, scheme)
             await keyboard(page)
             await readers(page)
             await pausing(page, cluster)
@@ -89,6 +90,7 @@ async def test_it_says_when_the_shared_state_goes_and_comes_back() -> None:
         store.gone = True
         await page.until(f"/^shared state lost/.test({pill})")
         await page.until("/is lost/.test(document.querySelector('#live').textContent)")
+        assert await page.violations() == []
         store.gone = False
         await page.until(f"{pill} === 'alone'")
         assert page.errors == []
