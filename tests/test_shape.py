@@ -86,7 +86,7 @@ def test_composition_roots_import_parts_only_inside_functions() -> None:
 
 def test_the_plug_in_imports_the_standard_library_numpy_and_its_engine_only() -> None:
     allowed = sys.stdlib_module_names | {"numpy", "prfaas_connect"}
-    engines = {"vllm": {"torch", "vllm", "transformers"}}
+    engines = {"device": {"torch"}, "vllm": {"torch", "vllm", "transformers"}}
     for path in sources("prfaas_connect"):
         package = path.relative_to(ROOT / "prfaas_connect").parts[0]
         for module, line in imports(path):
@@ -102,7 +102,8 @@ for name in sys.argv[1].split(","):
         if (
             ".testing" not in found.name
             and not found.name.endswith("__main__")
-            and not found.name.startswith("prfaas_connect.vllm.")  # needs an engine's packages
+            and not found.name.startswith(("prfaas_connect.vllm.", "prfaas_connect.device."))
+            # These need an engine's packages.
         ):
             importlib.import_module(found.name)
 print(",".join(sorted(sys.modules)))

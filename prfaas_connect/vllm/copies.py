@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from prfaas_connect.device.staging import Staging, TorchDevice
 from prfaas_connect.vllm.layouts import Bytes, PagedKv
 
 
@@ -43,44 +44,26 @@ class HostCopies:
         return _Done()
 
 
-class _DeviceCopy:
-    def __init__(self, host: torch.Tensor, event: torch.Event, ring: Bytes) -> None:
-        self._host = host
-        self._event = event
-        self._ring = ring
-
-    def done(self) -> bool:
-        if not self._event.query():
-            return False
-        self._ring[:] = self._host.view(torch.uint8).reshape(-1).numpy()
-        return True
-
-    def fence(self) -> None:
-        self._event.wait()
-
-
 class DeviceCopies:
-    """For caches on an accelerator: gathered and brought to pinned memory on a stream of its own,
-    which waits for what the model's stream has been given so far and not the reverse.
-    """
+    """For caches on an accelerator: gathered on its side stream, through pinned memory."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, staging: Staging) -> None:
         self._device = device
-        self._stream = torch.Stream(device)
+        self._staging = staging
 
     def start(self, kv: PagedKv, table: list[int], start: int, end: int, ring: Bytes) -> Copy:
         shape = (len(kv.parts), end - start, kv.heads.count, kv.dim)
-        host = torch.empty(shape, dtype=kv.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
+
+        def gather() -> torch.Tensor:
             gathered = torch.empty(shape, dtype=kv.dtype, device=self._device)
             kv.read(table, start, end, gathered)
-            host.copy_(gathered, non_blocking=True)
-            event = torch.Event(self._device)
-            event.record(self._stream)
-        return _DeviceCopy(host, event, ring)
+            return gathered.view(torch.uint8).reshape(-1)
+
+        return self._staging.start(gather, ring.nbytes, ring)
 
 
 def copies_for(device: torch.device) -> Copies:
     """What copies from tensors on `device`."""
-    return HostCopies() if device.type == "cpu" else DeviceCopies(device)
+    if device.type == "cpu":
+        return HostCopies()
+    return DeviceCopies(device, Staging(TorchDevice(device)))

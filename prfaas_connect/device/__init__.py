@@ -1,0 +1,1 @@
+"""Accelerators as engines' plug-ins use them; needs torch."""
