@@ -10,15 +10,15 @@ from __future__ import annotations
 from prfaas.clock import Clock
 from prfaas.session_messages import ReceiverReport
 from prfaas.telemetry import LinkLimit
+from remote_prefill.delivery_rate import DeliveryRate, Span
 from remote_prefill.link_limit import LinkHistory, Look, StallClock, judge
 from remote_prefill.link_sampler import LoopLoad
 
-WINDOW_S = 0.1
-"""Link-limited time that makes one sample; shorter where it holds WINDOW_BYTES."""
-WINDOW_BYTES = 1 << 20
-MIN_WINDOW_S = 0.02
-RAISE_WINDOW_S = 0.25
-"""Span over which application-limited messages are taken together."""
+LINK_LIMITED = Span(seconds=0.1, messages=8, longest_s=0.4)
+"""Messages that show the link's pace: many short samples, of which an average is formed."""
+ANY = Span(seconds=0.25, messages=32)
+"""All messages: a sample is to be good by itself, as the fastest ones count. Some messages are
+always on their way, one on each connection, and count for a span or not."""
 IDLE_GAP_S = 1.0
 NEVER_S = 1e9
 """Age of what has not been measured: finite, so that it passes through JSON."""
@@ -49,10 +49,10 @@ class LinkMeter:
         self._best_rtt_s = float("inf")
         self._offset_s: float | None = None
         self._last_s: float | None = None
-        self._window_bytes = 0
-        self._window_s = 0.0
-        self._raise_start_s = 0.0
-        self._raise_bytes = 0
+        self._link_limited = DeliveryRate(LINK_LIMITED)
+        self._all = DeliveryRate(ANY)
+        self._sample_before = 0.0
+        """Of `_all`."""
         self.held_bytes = 0
         """Received and not verified, at the last look."""
         self._base_rtt = _ShortestRtt()
@@ -170,14 +170,11 @@ class LinkMeter:
         self._count_for_raise(now, last, nbytes)
         self._came_bytes += nbytes
         self._came_unlimited_bytes += 0 if app_limited else nbytes
-        if app_limited or last is None:
-            return
-        self._window_bytes += nbytes
-        self._window_s += now - last
-        full = self._window_bytes >= WINDOW_BYTES and self._window_s >= MIN_WINDOW_S
-        if full or self._window_s >= WINDOW_S:
-            self._measured(self._window_bytes / self._window_s)
-            self._window_bytes, self._window_s = 0, 0.0
+        if app_limited:
+            self._link_limited.restart()
+        sample = self._link_limited.add(now, nbytes, 0.0)
+        if sample is not None:
+            self._measured(sample)
 
     def burst(self, nbytes: int, tail_bytes: int, tail_s: float) -> None:
         """A probe of `nbytes`, of which the last `tail_bytes` took `tail_s` to arrive."""
@@ -200,17 +197,17 @@ class LinkMeter:
             self.wire_ratio += (RATIO_WEIGHT if known else 1.0) * (ratio - self.wire_ratio)
 
     def _count_for_raise(self, now: float, last: float | None, nbytes: int) -> None:
-        if last is None or now - last > IDLE_GAP_S:
-            # The first message opens the span; its own bytes came before it.
-            self._raise_start_s, self._raise_bytes = now, 0
+        """Two samples in a row have to be faster than what is known, and the slower of them is
+        believed: the highest of many has the most of chance in it.
+        """
+        if last is not None and now - last > IDLE_GAP_S:
+            self._all.restart()
+        sample = self._all.add(now, nbytes, self.rtt_s)
+        if sample is None:
             return
-        self._raise_bytes += nbytes
-        span = now - self._raise_start_s
-        if span >= RAISE_WINDOW_S:
-            rate = self._raise_bytes / span
-            if rate > self.goodput_bytes_per_s:
-                self._set(rate)
-            self._raise_start_s, self._raise_bytes = now, 0
+        slower, self._sample_before = min(sample, self._sample_before), sample
+        if slower > self.goodput_bytes_per_s:
+            self._set(slower)
 
     def _measured(self, rate: float) -> None:
         old = self.goodput_bytes_per_s
