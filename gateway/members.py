@@ -22,6 +22,9 @@ class Members:
     def __len__(self) -> int:
         return len(self.engines) + len(self.peers)
 
+    def __str__(self) -> str:
+        return f"{len(self.engines)} engines and {len(self.peers)} prefill instances"
+
 
 def merged(parts: Iterable[Members]) -> Members:
     """All of them together. Raises ConfigError where names occur twice, or there are too many."""

@@ -189,9 +189,9 @@ class GatewayMetrics:
     def discovery_failed(self, source: str) -> None:
         self.discovery_failures.labels(source).inc()
 
-    def discovery_found(self, source: str, members: Members) -> None:
-        self.discovered.labels(source, "engine").set(len(members.engines))
-        self.discovered.labels(source, "peer").set(len(members.peers))
+    def discovery_found(self, source: str, part: Members) -> None:
+        self.discovered.labels(source, "engine").set(len(part.engines))
+        self.discovered.labels(source, "peer").set(len(part.peers))
 
     def engine_left(self, engine: str) -> None:
         """Labels of engines that come and go do not add up."""

@@ -24,8 +24,11 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from prfaas.discovery_settings import AgentDiscoverySettings, PassedApiName
+from prfaas.discovery_settings import DiscoverySettings as DiscoverySettings
 from prfaas.errors import ConfigError
 from prfaas.limits import Limits
+from prfaas.logs import LogFormat
 from prfaas.policy_settings import PolicySettings as PolicySettings
 from prfaas.section import Section
 from prfaas.tracing_settings import TracingSettings
@@ -116,7 +119,7 @@ class EngineEndpoint(Section):
         description="Sent to it as `Authorization: Bearer ...`; none: it gets what the client "
         "sent, or nothing where that is a tenant's key.",
     )
-    apis: tuple[Literal["responses", "embeddings", "tokenize", "detokenize"], ...] | None = Field(
+    apis: tuple[PassedApiName, ...] | None = Field(
         None, description="What it has beyond chat and completions; none: the engine is asked."
     )
 
@@ -192,53 +195,6 @@ class StateSettings(Section):
         True,
         description="Tell each other what was sent to engines that publish no cache events; needs "
         "the same `gateway.cache_secret` at all.",
-    )
-
-
-class DnsEngines(Section):
-    """Decode engines behind a DNS name."""
-
-    name: str = Field(description="DNS name.")
-    kind: Literal["address", "service"] = Field(
-        "address",
-        description="`address`: each A or AAAA record is an engine, at `port`; `service`: each SRV "
-        "record of the best priority is one, named after its target.",
-    )
-    port: int = Field(8000, ge=1, le=65535, description="Port of `address` records' servers.")
-    agent_port: int | None = Field(
-        None, ge=1, le=65535, description="Watch port of their agents; none: they never offload."
-    )
-    tls_name: str | None = Field(
-        None, description="Name their agents' certificates must carry; none: the DNS name."
-    )
-
-
-class DnsPeers(Section):
-    """Prefill instances behind the SRV name of their Watch ports."""
-
-    name: str = Field(description="SRV name; an instance is called by the first label of a target.")
-    peer: str = Field(description="Peer (prefill cluster) name, as agents know it.")
-    tls_name: str | None = Field(
-        None, description="Name their certificates must carry; none: the target."
-    )
-    link_class: Literal["lan", "wan"] = Field("wan", description="Class of the link to them.")
-
-
-class DiscoverySettings(Section):
-    """Engines and peers that are found, besides those that are listed (docs/discovery.md)."""
-
-    file: Path | None = Field(
-        None,
-        description="YAML file with `engines` and `peers` as in `gateway`, read again when it "
-        "changes.",
-    )
-    engines: tuple[DnsEngines, ...] = Field((), description="DNS names of decode engines.")
-    peers: tuple[DnsPeers, ...] = Field((), description="DNS names of prefill instances.")
-    interval_s: float = Field(
-        10.0, gt=0, description="A name is asked for again after so long, or its TTL if shorter."
-    )
-    dns_server: str = Field(
-        "", description="`host:port` of the DNS server, an IP address; none: the system's."
     )
 
 
@@ -424,6 +380,9 @@ class AgentSettings(Section):
         description="Keys that may have signed `kv_transfer_params`; two while rotating.",
     )
     peers: tuple[AgentPeer, ...] = Field((), description="Peers this agent may dial.")
+    discovery: AgentDiscoverySettings = Field(
+        AgentDiscoverySettings(), description="Peers that are found while it runs."
+    )
     probe_tolerance: float = Field(
         1e-3,
         gt=0,
@@ -516,6 +475,9 @@ class Settings(BaseSettings):
     agent: AgentSettings = Field(AgentSettings(), description="`prfaas agent`.")
     prefill: PrefillSettings = Field(PrefillSettings(), description="`prfaas prefill`.")
     tracing: TracingSettings = Field(TracingSettings(), description="OpenTelemetry traces.")
+    log_format: LogFormat = Field(
+        "text", description="Lines on stderr, for people or as JSON objects."
+    )
 
     @classmethod
     def settings_customise_sources(

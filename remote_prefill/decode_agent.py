@@ -13,7 +13,7 @@ from prfaas.clock import SYSTEM_CLOCK, Clock
 from prfaas.codecs import agent_codecs
 from prfaas.kvport import EngineConn, PortClosed, RankConn
 from prfaas.placement import StagingMap
-from prfaas.settings import Settings
+from prfaas.settings import AgentPeer, Settings
 from prfaas.snapshot import PREFIX_AT_D, Outcome
 from prfaas.tls_files import TlsFiles
 from prfaas_connect.port.messages import (
@@ -38,6 +38,7 @@ from remote_prefill.link_sampler import LinkSampler, LoopLoad
 from remote_prefill.metrics import AgentMetrics
 from remote_prefill.mirror import EngineMirror
 from remote_prefill.numeric_probe import local_probe
+from remote_prefill.peer_discovery import PeerDiscovery
 from remote_prefill.peer_pool import PeerPool
 from remote_prefill.spans import add_fetch
 from remote_prefill.staging import StagingPool
@@ -124,7 +125,13 @@ class DecodeAgent:
             LoopLoad(clock),
             self._free_staging,
         )
-        self.pool = PeerPool(mine.peers, options)
+        self._discovery = PeerDiscovery(
+            mine, self.limits.control_timeout_s, self._peers_changed, self.metrics
+        )
+        self.pool = PeerPool(self._discovery.peers, options)
+        self._following: asyncio.Task[None] | None = None
+        if self._discovery.follows:
+            self._following = asyncio.create_task(self._discovery.run(), name="peer discovery")
         self._sampler = LinkSampler(self.pool.look)
         self.feed = WatchFeed(mine.name, self.limits, self.pool.links)
         self._mirror = EngineMirror(
@@ -154,6 +161,10 @@ class DecodeAgent:
     @property
     def open_fetches(self) -> int:
         return len(self.side.jobs) if self.side else 0
+
+    async def _peers_changed(self, peers: tuple[AgentPeer, ...]) -> None:
+        await self.pool.change(peers)
+        self._mirror.publish()
 
     def _free_staging(self) -> int:
         return self.side.staging.free_bytes if self.side else 0
@@ -345,6 +356,9 @@ class DecodeAgent:
 
     async def close(self) -> None:
         """End links and threads, once the port has closed."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._sampler.close()
         await self.pool.close()

@@ -14,6 +14,7 @@ from prometheus_client import (
     start_http_server,
 )
 
+from prfaas.agent_peers import Peers
 from prfaas.codecs import base_name
 from prfaas.errors import ConfigError
 from remote_prefill.link_metrics import LinkCollector, Links
@@ -143,6 +144,24 @@ class AgentMetrics:
             ("status", "reason"),
             registry=registry,
         )
+        self._discovery_changes = Counter(
+            "prfaas_agent_discovery_changes",
+            "New sets of prefill instances that were `applied` or `refused`.",
+            ("source", "result"),
+            registry=registry,
+        )
+        self._discovery_failures = Counter(
+            "prfaas_agent_discovery_failures",
+            "Look-ups that failed; the last known set stays.",
+            ("source",),
+            registry=registry,
+        )
+        self._discovered = Gauge(
+            "prfaas_agent_discovered_instances",
+            "Prefill instances that a source listed last.",
+            ("source",),
+            registry=registry,
+        )
         self.tries = Counter(
             "prfaas_agent_tries",
             "Sessions tried at an instance; `result` is `complete` or an error kind.",
@@ -217,6 +236,15 @@ class AgentMetrics:
             ("peer", "instance", "result"),
             registry=registry,
         )
+
+    def discovery_changed(self, source: str, result: str) -> None:
+        self._discovery_changes.labels(source, result).inc()
+
+    def discovery_failed(self, source: str) -> None:
+        self._discovery_failures.labels(source).inc()
+
+    def discovery_found(self, source: str, part: Peers) -> None:
+        self._discovered.labels(source).set(part.instances)
 
     def gauges(
         self,

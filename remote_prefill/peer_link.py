@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from prfaas.clock import Deadline
-from prfaas.dialling import checked_endpoint
+from prfaas.dialling import Endpoint, checked_endpoint
 from prfaas.errors import EngineUnavailable, PeerUnavailable, PrefillTimeout, PrfaasError
 from prfaas.placement import StagingMap
 from prfaas.session_messages import Handshake, SessionOpen
@@ -62,9 +62,7 @@ class PeerLink:
         self.meter = LinkMeter(options.clock, options.load)
         self._link_class = peer.link_class
         self._options = options
-        endpoint = checked_endpoint(
-            instance.address, options.tls, instance.tls_name, f"agent.peers {self.name}"
-        )
+        endpoint = endpoint_of(peer, instance, options)
         self._channels = PeerChannels(
             self.name,
             endpoint,
@@ -138,6 +136,7 @@ class PeerLink:
         """End pairing and every channel; sessions must have ended before."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+        self._set(PeerState.DOWN, "it is not dialled any more")
         await self.sessions.close()
         await self._channels.close()
 
@@ -334,6 +333,12 @@ class PeerLink:
         else:
             self._ready.clear()
             self.remote = None
+
+
+def endpoint_of(peer: AgentPeer, instance: InstanceAddress, options: LinkOptions) -> Endpoint:
+    """Where it is dialled. Raises ConfigError where that must not be."""
+    key = f"agent.peers {peer.name}/{instance.name}"
+    return checked_endpoint(instance.address, options.tls, instance.tls_name, key)
 
 
 def new_session_id() -> int:

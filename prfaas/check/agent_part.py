@@ -8,14 +8,17 @@ from pathlib import Path
 
 import psutil
 
+from prfaas.agent_peers import find_peers, read_peers
 from prfaas.check.dial import Refused, ask, reach
 from prfaas.check.findings import Findings
 from prfaas.check.tls_part import certified, own_files
 from prfaas.codecs.calibration import Calibration
 from prfaas.codecs.gate import why_not
 from prfaas.dialling import checked_endpoint
-from prfaas.errors import ConfigError, PrfaasError
+from prfaas.dns_names import Names
+from prfaas.errors import ConfigError, PeerUnavailable, PrfaasError
 from prfaas.settings import (
+    AgentPeer,
     AgentSettings,
     EngineSettings,
     InstanceAddress,
@@ -43,16 +46,17 @@ async def check_agent(agent: AgentSettings, timeout_s: float) -> Findings:
             "put the gateways' transfer_key here",
         )
     files = own_files(agent.tls, "both", "agent.tls", findings)
+    peers = [*agent.peers, *await _found(agent, timeout_s, findings)]
     checks = [
         _instance(agent, peer.name, instance, files, timeout_s)
-        for peer in agent.peers
+        for peer in peers
         for instance in peer.instances
     ]
     if agent.engine == "vllm":
         checks.append(_vllm("agent", agent.vllm, timeout_s))
     for found in await asyncio.gather(*checks):
         findings.add(found)
-    if not agent.peers:
+    if not peers:
         findings.warn("agent.peers", "there is none: nothing is offloaded", "name the peers")
     return findings
 
@@ -176,6 +180,30 @@ def _own_limit() -> int | None:
         return int(CGROUP_LIMIT.read_text())
     except (OSError, ValueError):
         return None
+
+
+async def _found(agent: AgentSettings, timeout_s: float, findings: Findings) -> list[AgentPeer]:
+    """Peers of the file and behind DNS names."""
+    found: list[AgentPeer] = []
+    chosen, what = agent.discovery, "agent.discovery"
+    if chosen.file is not None:
+        try:
+            found += read_peers(chosen.file).peers
+        except ConfigError as exc:
+            findings.fail(f"{what}.file", exc.message, "correct the file; the agent starts with it")
+    for asked in chosen.peers:
+        try:
+            names = Names(chosen.dns_server, timeout_s, what)
+            part, _ = await find_peers(names, asked, agent.tls is not None)
+        except ConfigError as exc:
+            findings.fail(f"{what}.dns_server", exc.message, "give host:port with an IP address")
+        except PeerUnavailable as exc:
+            mend = "correct the name, or start what it stands for; the agent goes on asking"
+            findings.warn(f"{what}.peers", exc.message, mend)
+        else:
+            findings.ok(f"{what}.peers", f"{asked.name}: {part}")
+            found += part.peers
+    return found
 
 
 async def _instance(

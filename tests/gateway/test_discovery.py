@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import gateway.discovery
+import prfaas.following
 from gateway.app import check_settings
 from gateway.discovery import Discovery
 from gateway.members import Members
@@ -57,7 +57,7 @@ class Told:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway.discovery, "LOOK_S", 0.01)
+    monkeypatch.setattr(prfaas.following, "LOOK_S", 0.01)
 
 
 def write(file: Path, *names: str, **fields: Any) -> None:

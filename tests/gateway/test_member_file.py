@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.member_file import MAX_BYTES, read_members, stamp_of
+from gateway.member_file import read_members
 from prfaas.errors import ConfigError
+from prfaas.following import MAX_BYTES, stamp_of
 
 GOOD = """
 engines:

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-import gateway.discovery
+import prfaas.following
 from gateway.app import Gateway
 from policies.registry import make_policy
 from prfaas.testing.dns_server import dns_server
@@ -36,7 +36,7 @@ SHORT = {"model": MODEL, "prompt": "hi", "max_tokens": 4}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway.discovery, "LOOK_S", 0.02)
+    monkeypatch.setattr(prfaas.following, "LOOK_S", 0.02)
 
 
 @dataclass

@@ -17,6 +17,7 @@ from prfaas.codecs import Calibration
 from prfaas.codecs.calibration import Header, Measured, Rung
 from prfaas.quality import Quality
 from prfaas.settings import AgentSettings, EngineSettings, PrefillSettings, TlsSettings
+from prfaas.testing.dns_server import dns_server
 
 
 def said(findings: Findings, level: Level) -> dict[str, str]:
@@ -138,3 +139,32 @@ async def test_a_calibration_says_which_codecs_kept_their_class(tmp_path: Path) 
     assert await found(both, Level.OK) == f"near-channels offered; {wrong}"
     assert await found(calibration(tmp_path / "none.npz", int8), Level.WARN) == wrong
     assert "not a calibration" in await found(tmp_path / "missing.npz", Level.FAIL)
+
+
+async def test_peers_that_an_agent_finds_are_checked_like_those_it_lists(tmp_path: Path) -> None:
+    file, service = tmp_path / "peers.yaml", "_kv._tcp.prefill.test"
+    file.write_text("peers: [{name: ams, instances: [{name: p0, address: '127.0.0.1:1'}]}]")
+    records = {
+        (service, "SRV"): ["1 1 1 p0.prefill.test."],
+        ("p0.prefill.test", "A"): ["127.0.0.1"],
+    }
+    async with dns_server(records) as server:
+        found = {
+            "file": str(file),
+            "peers": [
+                {"name": service, "peer": "fra"},
+                {"name": "_kv._tcp.none.test", "peer": "x"},
+            ],
+            "dns_server": server.address,
+        }
+        agent = AgentSettings.model_validate({"transfer_keys": ["k"], "discovery": found})
+        findings = await check_agent(agent, 1.0)
+    assert set(said(findings, Level.FAIL)) == {"peer ams/p0", "peer fra/p0"}
+    assert said(findings, Level.OK)["agent.discovery.peers"] == f"{service}: 1 prefill instances"
+    assert "none.test" in said(findings, Level.WARN)["agent.discovery.peers"]
+    file.write_text("peers: [{name: ams, instances: [{}]}]")
+    agent = AgentSettings.model_validate(
+        {"transfer_keys": ["k"], "discovery": {"file": str(file), "dns_server": "nowhere"}}
+    )
+    found_wrong = said(await check_agent(agent, 1.0), Level.FAIL)
+    assert "peers.0.instances.0" in found_wrong["agent.discovery.file"]

@@ -1,4 +1,4 @@
-"""Engines and instances behind DNS names: addresses (A, AAAA) and services (SRV), and their TTL."""
+"""Hosts behind DNS names: addresses (A, AAAA) and services (SRV), and their TTL."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import dns.name
 import dns.rdatatype
 import dns.resolver
 
-from gateway.members import MAX_MEMBERS, Members
 from prfaas.errors import ConfigError, PeerUnavailable
-from prfaas.settings import DnsEngines, DnsPeers, EngineEndpoint, PeerEndpoint
 
+MAX_HOSTS = 1024
+"""Behind one name; one that has more is wrong."""
 _FAILURES = (dns.exception.DNSException, OSError, ValueError)
 
 
@@ -34,8 +34,10 @@ class Host:
 class Names:
     """Asks a DNS server; nothing to close. Remembers targets, for when they do not resolve."""
 
-    def __init__(self, server: str, timeout_s: float) -> None:
-        """`server`: `host:port` with an IP address; empty: the system's. Raises ConfigError."""
+    def __init__(self, server: str, timeout_s: float, key: str = "gateway.discovery") -> None:
+        """`server`: `host:port` with an IP address; empty: the system's. Raises ConfigError that
+        names it under `key`.
+        """
         self._timeout_s = timeout_s
         self._targets: dict[str, str] = {}
         try:
@@ -45,7 +47,7 @@ class Names:
                 self._resolver.nameservers = [host.strip("[]")]
                 self._resolver.port = int(port)
         except (dns.exception.DNSException, OSError, ValueError) as exc:
-            raise ConfigError(f"gateway.discovery.dns_server: {exc}") from exc
+            raise ConfigError(f"{key}.dns_server: {exc}") from exc
 
     async def addresses(self, name: str, port: int) -> tuple[list[Host], float]:
         """Hosts by their addresses in order, and for how many seconds that holds.
@@ -70,7 +72,7 @@ class Names:
             for record in answer
         )
         best = [(target, port) for first, target, port in records if first == records[0][0]]
-        if len(best) > MAX_MEMBERS or not any(target for target, _ in best):
+        if len(best) > MAX_HOSTS or not any(target for target, _ in best):
             raise PeerUnavailable(f"{name}: {len(best)} targets")
         asked = await asyncio.gather(*(self._target(target) for target, _ in best))
         ttl_s = min([_ttl_s(answer), *(each[1] for each in asked)])
@@ -89,7 +91,7 @@ class Names:
         except PeerUnavailable:
             return self._targets.get(target, ""), 0.0
         self._targets[target] = found[0]
-        while len(self._targets) > 2 * MAX_MEMBERS:
+        while len(self._targets) > 2 * MAX_HOSTS:
             self._targets.pop(next(iter(self._targets)))
         return found[0], ttl_s
 
@@ -110,7 +112,7 @@ class Names:
                 why = answer  # half of an answer is no answer: the other half would vanish
         if why is not None or not found:
             raise PeerUnavailable(f"{name}: {why or 'it has no address'}") from why
-        if len(found) > MAX_MEMBERS:
+        if len(found) > MAX_HOSTS:
             raise PeerUnavailable(f"{name}: {len(found)} addresses")
         return sorted(found), min(ttls)
 
@@ -120,41 +122,7 @@ class Names:
         )
 
 
-async def find_engines(names: Names, asked: DnsEngines, tls: bool) -> tuple[Members, float]:
-    """The engines that a name stands for, and for how long. Raises PeerUnavailable."""
-    if asked.kind == "service":
-        hosts, ttl_s = await names.services(asked.name)
-    else:
-        hosts, ttl_s = await names.addresses(asked.name, asked.port)
-    engines = tuple(
-        EngineEndpoint(
-            name=label,
-            url=f"http://{_authority(host.address, host.port)}",
-            agent=_authority(host.address, asked.agent_port) if asked.agent_port else None,
-            tls_name=(asked.tls_name or host.name) if tls and asked.agent_port else None,
-        )
-        for label, host in _told_apart(hosts)
-    )
-    return Members(engines), ttl_s
-
-
-async def find_peers(names: Names, asked: DnsPeers, tls: bool) -> tuple[Members, float]:
-    """The instances that the name of a service stands for. Raises PeerUnavailable."""
-    hosts, ttl_s = await names.services(asked.name)
-    peers = tuple(
-        PeerEndpoint(
-            peer=asked.peer,
-            instance=label,
-            watch=_authority(host.address, host.port),
-            tls_name=(asked.tls_name or host.name) if tls else None,
-            link_class=asked.link_class,
-        )
-        for label, host in _told_apart(hosts)
-    )
-    return Members((), peers), ttl_s
-
-
-def _told_apart(hosts: Iterable[Host]) -> list[tuple[str, Host]]:
+def told_apart(hosts: Iterable[Host]) -> list[tuple[str, Host]]:
     """With names of their own; of several ports of one host those after the first have it too."""
     found: dict[str, Host] = {}
     for host in hosts:
@@ -167,5 +135,5 @@ def _ttl_s(answer: dns.resolver.Answer) -> float:
     return float(answer.rrset.ttl) if answer.rrset is not None else 0.0
 
 
-def _authority(address: str, port: int) -> str:
+def authority(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from pydantic import SecretStr
 
-from gateway.dns_names import Names, find_engines, find_peers
+from gateway.dns_members import find_engines, find_peers
+from prfaas.discovery_settings import DnsEngines, DnsPeers
+from prfaas.dns_names import Names
 from prfaas.errors import ConfigError, PeerUnavailable
-from prfaas.settings import DnsEngines, DnsPeers
 from prfaas.testing.dns_server import DnsServer, dns_server
 
 ENGINES, SERVICE = "engines.test", "_http._tcp.engines.test"
@@ -44,6 +46,10 @@ async def test_every_address_is_an_engine(server: DnsServer) -> None:
     ]
     assert [e.tls_name for e in members.engines] == [None] * 3
     assert ttl_s == 1
+    keyed = asked.model_copy(update={"api_key": SecretStr("key"), "apis": ("responses",)})
+    members, _ = await find_engines(names, keyed, tls=False)
+    assert {e.api_key.get_secret_value() for e in members.engines if e.api_key} == {"key"}
+    assert {e.apis for e in members.engines} == {("responses",)}
     members, _ = await find_engines(names, asked, tls=True)
     assert {e.tls_name for e in members.engines} == {ENGINES}
 
