@@ -23,6 +23,7 @@ def run_plan(
     gbit_per_s: float | None,
     objectives: Mapping[str, float],
     as_json: bool,
+    at_rate: float | None = None,
 ) -> tuple[str, bool]:
     """The report as text or JSON, and whether there is a plan. Raises ConfigError."""
     scenario, profiles = load_scenario(spec)
@@ -31,7 +32,7 @@ def run_plan(
         scenario = with_gbit(scenario, gbit_per_s)
     fleet = Fleet.of(scenario, profiles)
     mix, note = _mix(scenario, profiles, trace, trace_format)
-    report = make_report(scenario, fleet, mix)
+    report = make_report(scenario, fleet, mix, at_rate=at_rate)
     if as_json:
         return json.dumps(report.to_json(), indent=2) + "\n", report.plan is not None
     return to_text(report) + (f"\n{note}\n" if note else ""), report.plan is not None

@@ -9,6 +9,7 @@ from typing import Any
 from policies.design_questions import Answer, answers
 from policies.mix import RequestMix
 from policies.planner import Infeasible, Plan, best_plan, with_link
+from policies.scaling import Advice, advise, to_lines
 from policies.scenario import Prices, Scenario
 from policies.throughput import Capacity, Fleet, best_capacity
 
@@ -53,6 +54,8 @@ class PlanReport:
     links: tuple[BandwidthRow, ...]
     costs: Costs | None
     answers: tuple[Answer, ...]
+    advice: Advice | None
+    """On the peer's instances at a given rate; None: none was given."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; stages and shares are strings."""
@@ -70,9 +73,13 @@ def make_report(
     fleet: Fleet,
     mix: RequestMix,
     bandwidths_gbit: Sequence[float] = BANDWIDTHS_GBIT,
+    at_rate: float | None = None,
 ) -> PlanReport:
     """Plan a scenario for a workload. Raises ConfigError for what cannot be planned at all; an
-    objective that nothing meets is part of the report."""
+    objective that nothing meets is part of the report.
+
+    `at_rate`: requests a second that the peer's instances are compared with.
+    """
     fixed = scenario.local.prefill_instances
     splits = None if fixed is None else [fixed]
     paper = best_capacity(fleet, mix, splits)
@@ -92,6 +99,9 @@ def make_report(
     if plan is not None:
         load = plan.load
         found = answers(fleet, mix, load.split.threshold_tokens, load.rate)
+    advice = None
+    if at_rate is not None:
+        advice = advise(fleet, mix, scenario.objectives, at_rate, fixed)
     used = [fleet.local, fleet.decode, *([fleet.remote] if fleet.remote else [])]
     named = dict.fromkeys(f"{p.name} ({p.label.replace('_', ' ')}): {p.source}" for p in used)
     return PlanReport(
@@ -104,6 +114,7 @@ def make_report(
         links,
         costs,
         tuple(found),
+        advice,
     )
 
 
@@ -125,6 +136,8 @@ def to_text(report: PlanReport) -> str:
         ]
     elif report.links and report.alone is None:
         lines += ["D alone cannot hold the objectives at any rate", ""]
+    if report.advice is not None:
+        lines += [*to_lines(report.advice), ""]
     if report.links:
         lines += [
             "over other links",

@@ -25,6 +25,9 @@ _POSITIVE = click.FloatRange(0, min_open=True)
 @click.option("--ttft-p90", type=_POSITIVE, help="Objective in seconds.")
 @click.option("--ttft-p99", type=_POSITIVE, help="Objective in seconds.")
 @click.option("--itl", type=_POSITIVE, help="Objective in seconds.")
+@click.option(
+    "--at-rate", type=_POSITIVE, help="Requests a second: say how many instances the peer needs."
+)
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of text.")
 def plan(
     scenario: str,
@@ -34,6 +37,7 @@ def plan(
     ttft_p90: float | None,
     ttft_p99: float | None,
     itl: float | None,
+    at_rate: float | None,
     as_json: bool,
 ) -> None:
     """Find the threshold and split of nodes that serve SCENARIO best.
@@ -44,7 +48,7 @@ def plan(
 
     objectives = {"ttft_p90_s": ttft_p90, "ttft_p99_s": ttft_p99, "itl_s": itl}
     given = {name: value for name, value in objectives.items() if value is not None}
-    text, feasible = run_plan(scenario, trace, trace_format, gbit_per_s, given, as_json)
+    text, feasible = run_plan(scenario, trace, trace_format, gbit_per_s, given, as_json, at_rate)
     click.echo(text, nl=False)
     if not feasible:
         raise SystemExit(1)

@@ -51,9 +51,10 @@ def trace(tmp_path: Path) -> Path:
 
 
 def test_plan_says_what_to_do_what_binds_and_what_it_costs(small: Path) -> None:
-    done = run("plan", str(small))
+    done = run("plan", str(small), "--at-rate", "0.2")
     assert done.exit_code == 0, done.output
     for words in (
+        "at 0.20 requests/s: 2 to ",
         "paper-h20 (derived)",
         "without queues",
         "with queues, the highest rate that holds",
@@ -69,7 +70,8 @@ def test_plan_says_what_to_do_what_binds_and_what_it_costs(small: Path) -> None:
 
 
 def test_plan_in_json_has_the_same_numbers(small: Path) -> None:
-    found = json.loads(run("plan", str(small), "--json").stdout)
+    found = json.loads(run("plan", str(small), "--at-rate", "0.2", "--json").stdout)
+    assert found["advice"]["wanted"] < found["advice"]["running"] == 2
     assert found["plan"]["load"]["rate"] < found["paper"]["rate"]
     assert found["plan"]["binds"] in found["plan"]["gain"]
     rates = [row["rate"] for row in found["links"]]
