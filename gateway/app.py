@@ -175,6 +175,14 @@ class Gateway:
                 self._tokeniser.memory,
             )
         )
+        self._everyone: Everyone | None = None
+        if worker is not None:
+            parts = Parts(self.metrics, self.records, self.view, self.budget, self.admission)
+            self._everyone = Everyone(worker, parts, os.getpid())
+            place = worker.place
+            self.metrics.workers.watch(place.name, place.generation, worker.link)
+            if self.state is not None:
+                self.state.max_pause_s = WORKER_PAUSE_S
         self.dashboard = Dashboard(
             Sources(
                 gateway,
@@ -189,15 +197,8 @@ class Gateway:
                 self.state,
             ),
             limits,
+            None if self._everyone is None else self._everyone.dashboard,
         )
-        self._everyone: Everyone | None = None
-        if worker is not None:
-            parts = Parts(self.metrics, self.records, self.view, self.budget, self.admission)
-            self._everyone = Everyone(worker, parts, os.getpid())
-            place = worker.place
-            self.metrics.workers.watch(place.name, place.generation, worker.link)
-            if self.state is not None:
-                self.state.max_pause_s = WORKER_PAUSE_S
         self.port = 0
 
     @asynccontextmanager

@@ -7,11 +7,11 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import msgspec
 
-from gateway.dashboard.latest import Latest
-from gateway.dashboard.messages import State
+from gateway.dashboard.messages import Requests, State
 from prfaas.errors import Overloaded
 
 logger = logging.getLogger(__name__)
@@ -64,10 +64,20 @@ class Watcher:
         return b"".join(parts)
 
 
+class News(Protocol):
+    """Says what requests are new, as `Latest` does."""
+
+    def begin(self) -> Requests: ...
+
+    def changed(self) -> Requests: ...
+
+    def skip(self) -> None: ...
+
+
 class Feed:
     """Owns the watchers. `run` looks while there are any, until cancelled; `close` ends them."""
 
-    def __init__(self, state: Callable[[], State], latest: Latest) -> None:
+    def __init__(self, state: Callable[[], State], latest: News) -> None:
         self._make_state = state
         self._latest = latest
         self._watchers: set[Watcher] = set()

@@ -18,6 +18,7 @@ from gateway.dashboard.messages import (
     Link,
     Place,
     Policy,
+    Samples,
     Saved,
     Shadowing,
     Share,
@@ -38,6 +39,7 @@ WINDOW_REQUESTS = 400
 """Percentiles and shares are of so many requests at most, and not of older ones."""
 GAPS_OF_ONE = 32
 """Samples of ITL that are taken of one request, evenly."""
+TARGETS = ("local", "remote")
 CURVE_TOKENS = 4096
 MAX_STATE_FIELDS = 12
 MAX_TEXT = 200
@@ -86,14 +88,18 @@ class Gatherer:
             engines=[self._engine(engine, breakers, now) for engine in sources.engines],
             instances=[self._instance(peer, breakers, now) for peer in sources.view.peers],
             links=list(self._links(breakers)),
-            latency={name: _latency(recent, name) for name in ("local", "remote")},
+            latency=latencies(_samples(recent)),
             share=_share(recent),
             saved=self._saved(),
             reasons=sorted(reasons, key=lambda each: -each[2]),
             policies=list(self._policies()),
             shadow=self._shadow(),
-            together=self._together(),
+            together=together(sources.state),
         )
+
+    def samples(self) -> Samples:
+        """Those that percentiles are made of, as of now."""
+        return _samples(list(_recent(self._sources.records, self._sources.clock.now())))
 
     def _status(self) -> str:
         if self._sources.admission.draining:
@@ -170,12 +176,6 @@ class Gatherer:
                 link.limit = seen.limit.value if seen.limit is not None else ""
             yield link
 
-    def _together(self) -> Together | None:
-        state = self._sources.state
-        if state is None:
-            return None
-        return Together(state.up, state.shares, min(state.age_s, NEVER))
-
     def _saved(self) -> Saved:
         metrics = self._sources.metrics
         return Saved(
@@ -205,6 +205,13 @@ class Gatherer:
         )
 
 
+def together(state: StateSource | None) -> Together | None:
+    """None where a gateway is alone."""
+    if state is None:
+        return None
+    return Together(state.up, state.shares, min(state.age_s, NEVER))
+
+
 def _recent(records: RecordBook, now: float) -> Iterator[RequestRecord]:
     for record in records.latest(WINDOW_REQUESTS):
         if now - record.started_at > WINDOW_S:
@@ -213,14 +220,30 @@ def _recent(records: RecordBook, now: float) -> Iterator[RequestRecord]:
             yield record
 
 
-def _latency(records: Sequence[RequestRecord], target: str) -> Latency:
-    mine = [record for record in records if record.target_name == target]
-    ttft = [ttft_s for record in mine if (ttft_s := record.ttft_s) is not None]
-    gaps: list[float] = []
-    for record in mine:
-        samples = record.itl_s
-        gaps.extend(samples[:: max(1, len(samples) // GAPS_OF_ONE)][:GAPS_OF_ONE])
-    return Latency(len(mine), percentiles(ttft), percentiles(gaps))
+def _samples(records: Sequence[RequestRecord]) -> Samples:
+    found = Samples({}, {}, {})
+    for target in TARGETS:
+        mine = [record for record in records if record.target_name == target]
+        gaps: list[float] = []
+        for record in mine:
+            samples = record.itl_s
+            gaps.extend(samples[:: max(1, len(samples) // GAPS_OF_ONE)][:GAPS_OF_ONE])
+        found.requests[target] = len(mine)
+        found.ttft_s[target] = [r.ttft_s for r in mine if r.ttft_s is not None]
+        found.itl_s[target] = gaps
+    return found
+
+
+def latencies(samples: Samples) -> dict[str, Latency]:
+    """By target."""
+    return {
+        target: Latency(
+            samples.requests[target],
+            percentiles(samples.ttft_s[target]),
+            percentiles(samples.itl_s[target]),
+        )
+        for target in TARGETS
+    }
 
 
 def percentiles(values: list[float]) -> tuple[float, float, float] | None:

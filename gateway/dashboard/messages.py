@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -65,6 +66,26 @@ class Latency(msgspec.Struct):
     ttft_s: tuple[float, float, float] | None = None
     """p50, p90, p99."""
     itl_s: tuple[float, float, float] | None = None
+
+
+class Samples(msgspec.Struct):
+    """What percentiles are made of, by target."""
+
+    requests: dict[str, int]
+    ttft_s: dict[str, list[float]]
+    itl_s: dict[str, list[float]]
+
+    @staticmethod
+    def of(parts: Iterable[Samples]) -> Samples:
+        """All of them together."""
+        whole = Samples({}, {}, {})
+        for part in parts:
+            for target, count in part.requests.items():
+                whole.requests[target] = whole.requests.get(target, 0) + count
+            for mine, others in ((whole.ttft_s, part.ttft_s), (whole.itl_s, part.itl_s)):
+                for target, values in others.items():
+                    mine.setdefault(target, []).extend(values)
+        return whole
 
 
 class Share(msgspec.Struct):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+from collections.abc import Callable
 from importlib.resources import files
+from typing import Protocol
 
 import msgspec
 from aiohttp import web
 
-from gateway.dashboard.feed import Feed
+from gateway.dashboard.feed import Feed, News
 from gateway.dashboard.gather import Gatherer, Sources
 from gateway.dashboard.latest import Latest
-from gateway.dashboard.messages import Hello
+from gateway.dashboard.messages import Hello, State
 from prfaas.errors import NotFound
 from prfaas.limits import Limits
 
@@ -38,12 +40,31 @@ HEADERS = {
 """Nothing but what we serve ourselves runs in the page, and nobody frames it."""
 
 
+class Shared(News, Protocol):
+    """What all processes of a gateway have to show together."""
+
+    def state(self) -> State: ...
+
+    async def run(self, somebody_looks: Callable[[], bool]) -> None: ...
+
+
 class Dashboard:
     """Owns the feed of one gateway: `run` it, and `close` it before the server stops."""
 
-    def __init__(self, sources: Sources, limits: Limits) -> None:
+    def __init__(
+        self,
+        sources: Sources,
+        limits: Limits,
+        shared: Callable[[Gatherer], Shared] | None = None,
+    ) -> None:
+        """`shared` makes what pages are shown where this process is one of several."""
         self._limits = limits
-        self.feed = Feed(Gatherer(sources).state, Latest(sources.records))
+        gatherer = Gatherer(sources)
+        self._shared = None if shared is None else shared(gatherer)
+        if self._shared is None:
+            self.feed = Feed(gatherer.state, Latest(sources.records))
+        else:
+            self.feed = Feed(self._shared.state, self._shared)
         hello = Hello(
             sources.settings.model, importlib.metadata.version("prfaas"), sources.settings.offload
         )
@@ -61,7 +82,10 @@ class Dashboard:
 
     async def run(self) -> None:
         """Until cancelled."""
-        await self.feed.run()
+        if self._shared is None:
+            await self.feed.run()
+        else:
+            await asyncio.gather(self.feed.run(), self._shared.run(lambda: self.feed.watchers > 0))
 
     def close(self) -> None:
         self.feed.close()

@@ -12,14 +12,17 @@ import msgspec
 
 from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView, describe
+from gateway.dashboard.gather import Gatherer
 from gateway.metrics import GatewayMetrics
 from gateway.records import RecordBook, RequestRecord, detail, summary
+from gateway.workers.dashboard import WorkersDashboard
 from gateway.workers.link import WorkerLink
 from gateway.workers.merged_metrics import Family, Kept, merged, read_counts, rendered
 from gateway.workers.place import Place, name_of
 from gateway.workers.siblings import (
     Ask,
     AskCluster,
+    AskDashboard,
     AskMetrics,
     AskRequest,
     AskRequests,
@@ -100,9 +103,11 @@ class Everyone:
         }
         self.siblings = Siblings(worker.place, self._said)
 
-    def answers(self, ask: type[Any], how: Callable[[Any], object]) -> None:
-        """One more kind of question."""
-        self._answers[ask] = how
+    def dashboard(self, gatherer: Gatherer) -> WorkersDashboard:
+        """What pages are shown; the others hear of `gatherer`'s part when they ask."""
+        shown = WorkersDashboard(gatherer, self._parts.records, self.siblings)
+        self._answers[AskDashboard] = shown.part
+        return shown
 
     async def start(self) -> None:
         await self.siblings.start()

@@ -50,6 +50,8 @@ class AskDashboard(msgspec.Struct, frozen=True, tag=True):
 
     asker: int
     """What it was told before is not told again."""
+    first: bool
+    """It was told nothing yet."""
     whole: bool
     """The state too, not only requests."""
 
@@ -91,14 +93,21 @@ class Siblings:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def ask(self, ask: Ask, kind: type[R], *, state: bool = False) -> dict[int, R]:
-        """What each worker says by its index, this one first; `state`: the process that keeps it
-        (index -1) is asked too. Who does not answer is left out.
+    @property
+    def index(self) -> int:
+        """Of this process."""
+        return self._place.index
+
+    async def ask(
+        self, ask: Ask, kind: type[R], *, state: bool = False, own: bool = True
+    ) -> dict[int, R]:
+        """What each worker says by its index, this one first unless `own` is False; `state`: the
+        process that keeps it (index -1) is asked too. Who does not answer is left out.
         """
-        own = self._place.index
-        others = [at for at in range(-1 if state else 0, self._place.workers) if at != own]
+        this = self._place.index
+        others = [at for at in range(-1 if state else 0, self._place.workers) if at != this]
         answers = await asyncio.gather(*(self._ask_one(at, ask, kind) for at in others))
-        found: dict[int, R] = {own: self._said(ask, kind)}
+        found: dict[int, R] = {this: self._said(ask, kind)} if own else {}
         for at, answer in zip(others, answers, strict=True):
             if answer is not None:
                 found[at] = answer

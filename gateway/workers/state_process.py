@@ -9,18 +9,21 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from gateway.app import check_settings
+from gateway.dashboard.gather import together
+from gateway.dashboard.messages import Requests
 from gateway.discovery import Discovery
 from gateway.live_policy import ACTIVE, MakePolicy
 from gateway.members import Members
 from gateway.metrics import GatewayMetrics
 from gateway.state.starting import redis_store
 from gateway.state.sync import StateSync
+from gateway.workers.dashboard import DashboardPart
 from gateway.workers.everyone import Counted
 from gateway.workers.files import good_copies
 from gateway.workers.hub_store import HubPrefixes, HubStore, WorkersSent
 from gateway.workers.messages import MembersAre, ToWorker
 from gateway.workers.place import Place
-from gateway.workers.siblings import Ask, Siblings
+from gateway.workers.siblings import Ask, AskDashboard, Siblings
 from gateway.workers.state_server import StateServer
 from gateway.workers.told_view import ToldView
 from gateway.workers.watching import Watching
@@ -119,7 +122,9 @@ class StateProcess:
         self.server.tell(message)
 
     def _said(self, ask: Ask) -> object:
-        """Metrics are all that this process is asked for."""
+        """This process is asked for metrics, and how it stands with other gateways."""
+        if isinstance(ask, AskDashboard):
+            return DashboardPart(Requests([]), together=together(self.sync))
         return self.counted.families()
 
     async def _members_changed(self, members: Members) -> None:
