@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -17,13 +16,13 @@ from pydantic import ValidationError
 from prfaas.cli_planning import COMMANDS
 from prfaas.cli_tenants import tenants_group
 from prfaas.errors import ConfigError, PrfaasError
+from prfaas.logs import start_logging
 from prfaas.settings import Settings, StateSettings, load_settings, validation_message
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _PATH = click.Path(path_type=Path)
 _PORT = click.IntRange(0, 65535)
 
-_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 Command = Callable[..., None]
 
@@ -73,7 +72,7 @@ def gateway(
     """Run the gateway: the OpenAI API in front of the decode engines."""
     offload = False if no_offload else None
     settings = _settings(config, "gateway", host=host, port=port, offload=offload, workers=workers)
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    start_logging(settings.log_format)
     if settings.gateway.workers > 1:
         _run_workers(settings, _ready(ready_fd))
         return
@@ -134,7 +133,7 @@ def agent(
     from remote_prefill.agent_main import serve
 
     settings = _settings(config, "agent", host=host, port=port, **_vllm_options(options))
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    start_logging(settings.log_format)
     _run(serve(settings, _ready(ready_fd)))
 
 
@@ -155,7 +154,7 @@ def prefill(
     from remote_prefill.prefill_main import serve
 
     settings = _settings(config, "prefill", host=host, port=port, **_vllm_options(options))
-    logging.basicConfig(level=logging.INFO, format=_LOG_FORMAT)
+    start_logging(settings.log_format)
     _run(serve(settings, _ready(ready_fd)))
 
 
