@@ -310,10 +310,7 @@ def run(quick: bool) -> None:
     A full run that is started again goes on where it was: see `bench/policy_arms.py`.
     """
     seconds = os.environ.get("BENCH_LIMIT_S")
-    command = (
-        "" if seconds is None or quick else f"BENCH_LIMIT_S={seconds} make bench NAME=policies"
-    )
-    report = Report("policies", quick=quick, command=command)
+    report = Report("policies", quick=quick)
     size = SMALL if quick else FULL
     limit = Deadline(time.time() + (LIMIT_S if seconds is None else float(seconds)))
     summed = Summed(report)
