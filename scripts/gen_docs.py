@@ -67,6 +67,12 @@ any other error of ours is one line and status 1.
 def configuration_page() -> str:
     """All of docs/configuration.md."""
     parts = [_HEAD]
+    rows = ["| key | default | what it is |", "| --- | --- | --- |"]
+    for name, info in Settings.model_fields.items():
+        section = info.annotation
+        if not (isinstance(section, type) and issubclass(section, BaseModel)):
+            rows.append(f"| `{name}` | `{info.default}` | {_cell(info.description)} |")
+    parts.append("\n".join(rows) + "\n")
     for name, info in Settings.model_fields.items():
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
