@@ -142,9 +142,7 @@ class Engines:
 
     def join(self, name: str, upstream: Upstream) -> Engine:
         """One more, which the caller probes; it takes the place of another one of that name."""
-        engine = Engine(
-            name, upstream, self._limits, self._clock, self._changed, self._room
-        )
+        engine = Engine(name, upstream, self._limits, self._clock, self._changed, self._room)
         self._room.forget(name)
         self._engines[name] = engine
         return engine

@@ -78,6 +78,11 @@ class Connection(asyncio.Protocol):
         return self._loop.time() - self.idle_since
 
     @property
+    def still_s(self) -> float:
+        """Since something was last sent or came."""
+        return self._loop.time() - self._moved_at
+
+    @property
     def usable(self) -> bool:
         """A request may be sent, as far as can be known on this side."""
         transport = self._transport

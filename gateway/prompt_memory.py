@@ -1,8 +1,8 @@
 """Tokens and block hashes of texts that begin as earlier ones did, without doing them again.
 
-A text is cut between words, about every PIECE_CHARS, from its beginning on: equal beginnings are
-cut alike. The hashes of a piece depend on all that stands before it, and its tokens on nothing but
-itself where the tokenizer keeps words apart (`prfaas.word_bounds`).
+A text is cut between words, about every PIECE_CHARS, from its beginning on, and its last part
+finer: equal beginnings are cut alike. The hashes of a piece depend on all that stands before it,
+and its tokens on nothing but itself where the tokenizer keeps words apart (`prfaas.word_bounds`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from prfaas.hashing import ID_BYTES, BlockHash, chain_on, root_hash
 from prfaas.word_bounds import next_cut
 
 PIECE_CHARS = 2048
+TAIL_CHARS = (512, 128)
+"""Of the pieces of what is left at the end, so that little of it is to be done again."""
 MAX_PIECES = 4096
 """Of all texts; with hashes for MAX_SALTS one of English text takes 19 KB, so 77 MB in all."""
 MAX_SALTS = 4
@@ -127,10 +129,11 @@ def _chain(pieces: Sequence[_Piece], end: bytes, size: int, salt: str) -> list[B
 
 def _cuts(text: str) -> Iterable[int]:
     """Where it is cut, which depends on what stands before and the two characters that follow."""
-    at = next_cut(text, PIECE_CHARS)
-    while at is not None:
-        yield at
-        at = next_cut(text, at + PIECE_CHARS)
+    at = 0
+    for size in (PIECE_CHARS, *TAIL_CHARS):
+        while (cut := next_cut(text, at + size)) is not None:
+            yield cut
+            at = cut
 
 
 def _as_bytes(ids: Sequence[int]) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from hashlib import blake2b
@@ -18,6 +19,8 @@ MAX_BLOCKS = 1 << 16
 """Remembered of one engine, about 10 MB; the oldest are forgotten."""
 TTL_S = 600.0
 """A prefix that was not sent for so long may be gone."""
+
+_PROMPT = re.compile(rb'"(?:messages|prompt)"')
 
 
 class RecentPrefixes:
@@ -40,12 +43,12 @@ class RecentPrefixes:
         blocks = self._engines.setdefault(engine, OrderedDict())
         until = self._clock.now() + self._ttl_s - age_s
         young = until - self._ttl_s / 10  # what was sent just before is not made younger again
-        made: list[T] = []
-        for block in reversed(chain):  # the first blocks are the youngest: they are shared most
-            if blocks.get(block, 0.0) < young:
-                blocks[block] = until
-                blocks.move_to_end(block)
-                made.append(block)
+        known = blocks.get
+        # The first blocks are the youngest: they are shared most.
+        made = [block for block in reversed(chain) if known(block, 0.0) < young]
+        for block in made:
+            blocks[block] = until
+            blocks.move_to_end(block)
         while len(blocks) > self._max_blocks:
             blocks.popitem(last=False)
         return made
@@ -69,16 +72,22 @@ class RecentPrefixes:
         return len(self._engines.get(engine, ()))
 
     def match(self, engine: str, chain: Sequence[Hashable]) -> int:
-        """How many leading blocks of `chain` were sent to `engine` of late."""
+        """How many leading blocks of `chain` were sent to `engine` of late.
+
+        A block stands for all before it, so where one is known those are too, or were until just
+        now: the last known one is looked for by halves.
+        """
         blocks = self._engines.get(engine)
-        if not blocks:
+        if not blocks or not chain or chain[0] not in blocks:
             return 0
-        now = self._clock.now()
-        for count, block in enumerate(chain):
-            until = blocks.get(block)
-            if until is None or until < now:
-                return count
-        return len(chain)
+        now, known, end = self._clock.now(), 0, len(chain)
+        while known < end:
+            middle = (known + end) // 2
+            if blocks.get(chain[middle], -1.0) >= now:
+                known = middle + 1
+            else:
+                end = middle
+        return known
 
 
 def text_chain(body: bytes, salt: str) -> list[int]:
@@ -108,5 +117,6 @@ def shared_text_chain(body: bytes, salt: str) -> list[int]:
 
 def _text_blocks(body: bytes) -> range:
     """Where they begin."""
-    start = max(body.find(b'"messages"'), body.find(b'"prompt"'), 0)
+    found = _PROMPT.search(body)
+    start = 0 if found is None else found.start()
     return range(start, len(body) - TEXT_BLOCK_BYTES + 1, TEXT_BLOCK_BYTES)

@@ -31,6 +31,7 @@ class ParsedRequest:
 
     __slots__ = (
         "_fields",
+        "_found",
         "api",
         "body",
         "cache_salt",
@@ -55,7 +56,11 @@ class ParsedRequest:
         transfer: dict[str, Any] | None,
         ours: bool,
         fields: Mapping[str, msgspec.Raw] | None = None,
+        found: Mapping[str, msgspec.Raw] = {},
     ) -> None:
+        """`fields` are taken from the body when they are asked for, where they are None; `found`:
+        some of them that were met already, empty where absent.
+        """
         self.api = api
         self.body = body
         self.model = model
@@ -69,6 +74,7 @@ class ParsedRequest:
         self.ours = ours
         """It has fields that only we may write."""
         self._fields = fields
+        self._found = found
 
     @property
     def body_bytes(self) -> int:
@@ -86,7 +92,10 @@ class ParsedRequest:
 
     def decode(self, name: str, kind: type[T]) -> T | None:
         """A top-level field, None where absent or null. Raises InvalidRequest naming it."""
-        return decode_field(self.fields, name, kind)
+        raw = self._found.get(name)
+        if raw is None:
+            return decode_field(self.fields, name, kind)
+        return decode_field({name: raw}, name, kind) if memoryview(raw) else None
 
 
 class _Common(msgspec.Struct):
@@ -104,11 +113,16 @@ class _Common(msgspec.Struct):
 
 class _Chat(_Common):
     messages: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
     max_completion_tokens: int | None = None
 
     @property
     def has_prompt(self) -> bool:
         return bool(memoryview(self.messages))
+
+    @property
+    def found(self) -> dict[str, msgspec.Raw]:
+        return {"messages": self.messages, "tools": self.tools}
 
 
 class _Completion(_Common):
@@ -121,6 +135,10 @@ class _Completion(_Common):
     @property
     def has_prompt(self) -> bool:
         return bool(memoryview(self.prompt))
+
+    @property
+    def found(self) -> dict[str, msgspec.Raw]:
+        return {"prompt": self.prompt}
 
 
 _NO_FEATURES: frozenset[str] = frozenset()
@@ -149,6 +167,7 @@ def parse(api: Api, body: bytes) -> ParsedRequest:
         cache_salt=common.cache_salt or "",
         transfer=None,
         ours=False,
+        found=common.found,
     )
 
 

@@ -137,6 +137,8 @@ class SentLedger:
             self._sums[entry.engine].transfers += sign
         else:
             sums.requests += sign
-        for place in {entry.place, entry.engine} - {""}:
+        if sign > 0:
+            return
+        for place in (entry.place, entry.engine) if entry.engine else (entry.place,):
             if self._sums[place] == _NOTHING:
                 del self._sums[place]

@@ -152,12 +152,11 @@ class _Exchange:
     async def __aenter__(self) -> _Exchange:
         used = self._pool.take_idle()
         if used is not None:
-            sent_at = asyncio.get_running_loop().time()
             try:
                 return await self._ask(used)
             except Broken as exc:
-                took_s = asyncio.get_running_loop().time() - sent_at
-                if not exc.unheard or exc.phase != "progress" or took_s > CLOSED_WHILE_IDLE_S:
+                closed = exc.unheard and exc.phase == "progress"
+                if not closed or used.still_s > CLOSED_WHILE_IDLE_S:
                     raise self._translated(exc) from exc
         try:
             return await self._ask(await self._pool.connect())
