@@ -23,6 +23,10 @@ _NOT_HERE = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"content-en
 """With one of these a request takes the long way."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _LENGTH = re.compile(rb"[0-9]{1,12}")
+_LENGTH_LINE = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,12})\r\n")
+_EACH_ITS_OWN = ("x-request-id", "traceparent")
+"""With one of these a head does not come again."""
+MAX_KNOWN, MAX_KNOWN_BYTES = 64, 1024
 
 
 class ClientHead:
@@ -36,6 +40,13 @@ class ClientHead:
         self.body_bytes = -1
         self._plain = True
         self._complete = False
+
+    def again(self, body_bytes: int) -> ClientHead:
+        """The same with a body of another length; `fields` are shared."""
+        head = ClientHead(self.api)
+        head.fields, head.body_bytes = self.fields, body_bytes
+        head._complete = True
+        return head
 
     @property
     def usable(self) -> bool:
@@ -73,6 +84,42 @@ def plain_head(data: bytes, end: int) -> ClientHead | None:
     except (httptools.HttpParserError, httptools.HttpParserUpgrade):
         return None
     return head if head.usable else None
+
+
+class KnownClientHeads:
+    """Heads that llhttp has read before, byte for byte but for the length of the body: those of one
+    client are alike, and reading one is most of what reading a short request costs. Owns nothing.
+    """
+
+    def __init__(self) -> None:
+        self._heads: dict[bytes, ClientHead] = {}
+
+    def __len__(self) -> int:
+        return len(self._heads)
+
+    def read(self, data: bytes, end: int) -> ClientHead | None:
+        """As `plain_head`."""
+        length = _LENGTH_LINE.search(data, 0, end)
+        if length is None:
+            return plain_head(data, end)
+        start, stop = length.span(1)
+        # No head that was read has a second such line, so it can be put in at one place only.
+        key = data[:start] + data[stop:end]
+        known = self._heads.get(key)
+        if known is not None:
+            return known.again(int(length[1]))
+        head = plain_head(data, end)
+        if head is not None and len(key) <= MAX_KNOWN_BYTES:
+            self._keep(key, head)
+        return head
+
+    def _keep(self, key: bytes, head: ClientHead) -> None:
+        """The latest few."""
+        if any(name in head.fields for name in _EACH_ITS_OWN):
+            return
+        if len(self._heads) >= MAX_KNOWN:
+            self._heads.clear()
+        self._heads[key] = head
 
 
 def request_id_of(given: str, ids: Ids) -> str:

@@ -21,7 +21,7 @@ from gateway.client_head import (
     MAX_HEAD_BYTES,
     PASSED_HEADERS,
     ClientHead,
-    plain_head,
+    KnownClientHeads,
     request_id_of,
 )
 from gateway.generation import Generation
@@ -72,6 +72,7 @@ class Front:
         self.door = door
         self.heads = AnswerHeads()
         self.outbox = Outbox()
+        self.known_heads = KnownClientHeads()
         self._idle_s = idle_s
         self._connections: set[ClientConnection] = set()
         self._server: asyncio.Server | None = None
@@ -191,7 +192,7 @@ class ClientConnection(asyncio.Protocol):
             self._held = data
             return
         self._held = b""
-        head = plain_head(data, end)
+        head = self._front.known_heads.read(data, end)
         if head is None or head.body_bytes > self._front.limits.max_body_bytes:
             self._hand_over(data)
             return
@@ -343,6 +344,7 @@ class ClientConnection(asyncio.Protocol):
                     {name: fields[name] for name in PASSED_HEADERS if name in fields}
                 ),
                 visit=visit,
+                task=self._task,
             )
             answer = await front.generation.serve(inbound, stream)
         except asyncio.CancelledError:

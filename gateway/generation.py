@@ -100,7 +100,7 @@ class Generation:
         """
         record = open_record(self._records, inbound, self._ids, self._traced)
         answer: WholeAnswer | Relayed | None = None
-        task = asyncio.current_task()
+        task = inbound.task or asyncio.current_task()
         assert task is not None
         self._deadlines.begin(task)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -26,6 +27,8 @@ class Inbound(msgspec.Struct, frozen=True):
     quality_header: str = ""
     passed_headers: Mapping[str, str] = {}
     visit: Visit = ANYBODY
+    task: asyncio.Task[None] | None = None
+    """The one that serves it, where whoever made this knows it."""
 
 
 @dataclass(slots=True)

@@ -2,7 +2,14 @@
 
 import pytest
 
-from gateway.client_head import MAX_HEAD_BYTES, plain_head, request_id_of
+from gateway.client_head import (
+    MAX_HEAD_BYTES,
+    MAX_KNOWN,
+    ClientHead,
+    KnownClientHeads,
+    plain_head,
+    request_id_of,
+)
 from gateway.ids import Ids
 from gateway.schema import Api
 
@@ -11,8 +18,45 @@ LENGTH = b"content-length: 5\r\n"
 
 
 def head_of(*fields: bytes, line: bytes = LINE) -> object:
+    """As it is read, and as one that was read before is."""
     data = line + b"".join(fields) + b"\r\n"
-    return plain_head(data + b"hello", len(data))
+    head, known = plain_head(data + b"hello", len(data)), KnownClientHeads()
+    for _ in range(2):
+        assert seen(known.read(data + b"hello", len(data))) == seen(head)
+    return head
+
+
+def seen(head: ClientHead | None) -> object:
+    return head and (head.api, head.fields, head.body_bytes, head.usable)
+
+
+def test_a_known_head_comes_with_any_length_and_nothing_else_different() -> None:
+    known = KnownClientHeads()
+    others = [
+        (b"content-length: %d\r\n", b"accept: b\r\n"),
+        (b"content-length:  %d\r\n", b"accept: a\r\n"),
+        (b"content-length: 0%d\r\n", b"content-length: %d\r\n"),
+        (b"accept: a\r\n", b"content-length: %d\r\n"),
+    ]
+    for length in (5, 17, 123_456):
+        for one, other in [(b"Content-Length: %d\r\n", b"accept: a\r\n"), *others]:
+            text = LINE + one + other + b"\r\n"
+            data = text % ((length,) * text.count(b"%d"))
+            assert seen(known.read(data, len(data))) == seen(plain_head(data, len(data)))
+    assert len(known) == 3  # two spaces are rare, and two lengths are no head
+
+
+def test_few_heads_are_kept_and_none_that_comes_once() -> None:
+    known = KnownClientHeads()
+    for at in range(3 * MAX_KNOWN):
+        data = LINE + LENGTH + b"accept: %d\r\n\r\n" % at
+        assert known.read(data, len(data)) is not None
+    assert 0 < len(known) <= MAX_KNOWN
+    before = len(known)
+    for field in (b"x-request-id: a\r\n", b"Traceparent: 00\r\n", b"x: " + b"y" * 2000 + b"\r\n"):
+        data = LINE + LENGTH + field + b"\r\n"
+        assert known.read(data, len(data)) is not None
+    assert len(known) == before
 
 
 def test_a_plain_head_has_what_we_act_on() -> None:
