@@ -38,11 +38,14 @@ class GoodCopy:
         self._copy = copy
         self._check = check
         self._changed = changed
-        self._stamp: tuple[int, int, int] | None = None
+        self._seen = copy.with_name(f"{copy.name}.seen")
+        """Which state of the source was looked at last, also by who was here before."""
         self._news: str | None = None
         if source is not None and not copy.exists():
-            self._stamp = _stamp(source)
+            stamp = _stamp(source)
             self._put(_text(source))
+            self._note(stamp)
+        self._stamp = self._noted()
 
     async def run(self) -> None:
         while True:
@@ -57,6 +60,7 @@ class GoodCopy:
         if stamp == self._stamp:
             return
         self._stamp = stamp
+        await asyncio.to_thread(self._note, stamp)
         try:
             text = await asyncio.to_thread(_text, self._source)
             if text == await asyncio.to_thread(_text, self._copy):
@@ -84,6 +88,18 @@ class GoodCopy:
             return
         self._changed("loaded")
 
+    def _note(self, stamp: str) -> None:
+        try:
+            self._seen.write_text(stamp)
+        except OSError as exc:
+            logger.error("cannot write %s: %s", self._seen, exc.strerror)
+
+    def _noted(self) -> str:
+        try:
+            return self._seen.read_text()
+        except OSError:
+            return ""
+
     def _put(self, text: str) -> None:
         """Raises ConfigError."""
         fresh = self._copy.with_name(f"new-{self._copy.name}")
@@ -108,10 +124,10 @@ def _text(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {why}") from exc
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    """Changes when the file does; None where there is none."""
+def _stamp(path: Path) -> str:
+    """Changes when the file does; says so where there is none."""
     try:
         found = path.stat()
     except OSError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+        return "none"
+    return f"{found.st_ino} {found.st_mtime_ns} {found.st_size}"

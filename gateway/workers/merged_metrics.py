@@ -16,6 +16,7 @@ ADDED = frozenset(
     for name in (
         "in_flight_requests",
         "in_flight_requests_peak",
+        "prompt_memory_pieces",
         "waiting_requests",
         "fallback_granted_tokens",
         "engine_in_flight_requests",

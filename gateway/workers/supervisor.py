@@ -31,6 +31,8 @@ YOUNG_S = 30.0
 GRACE_S = 5.0
 """After the drain, before a process is killed."""
 LOOK_S = 0.5
+CONFIG_STATUS = 2
+"""Of a process whose settings are wrong."""
 
 Run = Callable[[Place], None]
 
@@ -39,10 +41,6 @@ class NotStarted(PrfaasError):
     """A process of the gateway ended before it served; its own error was printed."""
 
     kind = "worker_not_started"
-
-    def __init__(self, name: str, status: int) -> None:
-        super().__init__(f"{name} ended with status {status} before it served")
-        self.status = status
 
 
 @dataclass(slots=True)
@@ -80,17 +78,19 @@ class Supervisor:
                 "(SO_REUSEPORT); use 1",
                 field="gateway.workers",
             )
+        self._directory = _directory(gateway.worker_dir)
         try:
             self._holds = _hold_port(gateway.host, gateway.port)
         except OSError as exc:
+            shutil.rmtree(self._directory, ignore_errors=True)
             raise ConfigError(
                 f"gateway.port: cannot listen on {gateway.host}:{gateway.port}: {exc.strerror}",
                 field="gateway.port",
             ) from exc
         self.port = int(self._holds[0].getsockname()[1])
-        self._directory = _directory(gateway.worker_dir)
         self._children = [_Child(index) for index in range(-1, self._workers)]
-        self._life = os.pipe()
+        self._life: tuple[int, int] = (-1, -1)
+        """Ends in the children when this process does."""
         self._wake: tuple[socket.socket, socket.socket] | None = None
         self._stops = 0
         self._told_stops = 0
@@ -98,7 +98,10 @@ class Supervisor:
         self._told_ready = False
 
     def run(self) -> None:
-        """Until a signal and the drain after it. Raises NotStarted where a process cannot start."""
+        """Until a signal and the drain after it. Raises NotStarted where a process cannot start,
+        and ConfigError where that is by its settings.
+        """
+        self._life = os.pipe()
         self._wake = socket.socketpair()
         for end in self._wake:
             end.setblocking(False)
@@ -118,11 +121,17 @@ class Supervisor:
             signal.set_wakeup_fd(-1)
             for number, handler in before.items():
                 signal.signal(number, handler)
-            for held in (*self._wake, *self._holds):
-                held.close()
+            for end in self._wake:
+                end.close()
             for end_fd in self._life:
                 os.close(end_fd)
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self.close()
+
+    def close(self) -> None:
+        """Give port and directory back; `run` does it too."""
+        for held in self._holds:
+            held.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
     # --- the loop ---
 
@@ -218,7 +227,7 @@ class Supervisor:
         except PrfaasError as exc:
             text = " ".join(exc.message.split())
             print(f"prfaas: {name_of(child.index)}: {text}", file=sys.stderr)
-            status = 2 if isinstance(exc, ConfigError) else 1
+            status = CONFIG_STATUS if isinstance(exc, ConfigError) else 1
         except BaseException:
             traceback.print_exc()
         finally:
@@ -244,7 +253,8 @@ class Supervisor:
         if self._stops:
             return
         if not child.served:
-            raise NotStarted(name, status)
+            text = f"{name} ended with status {status} before it served"
+            raise ConfigError(text) if status == CONFIG_STATUS else NotStarted(text)
         child.again_s = AGAIN_FIRST_S if lived_s > YOUNG_S else child.again_s
         logger.error(
             "%s (process %d) ended with status %d: started again in %g s",

@@ -339,14 +339,3 @@ async def test_workers_serve_together_and_whoever_dies_is_missed_by_nobody(world
         assert await world.process.wait() == 0
     assert list(world.directory.iterdir()) == []
     assert "Traceback" not in world.log.read_text()
-
-
-@pytest.mark.timeout(180)
-async def test_without_a_supervisor_nobody_stays(world: World) -> None:
-    children = world.children()
-    assert len(children) == 3
-    world.process.kill()
-    await world.process.wait()
-    await eventually(
-        lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), within_s=LONG_S
-    )
