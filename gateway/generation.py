@@ -15,7 +15,7 @@ from gateway.dispatch import Dispatcher
 from gateway.engines import Engines
 from gateway.ids import Ids
 from gateway.job import Inbound, Job
-from gateway.keepalive import kept_alive
+from gateway.keepalive import Keepalives, kept_alive
 from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.opening import open_record
@@ -69,6 +69,7 @@ class Generation:
         self._ids = ids
         self._clock = clock
         self._deadlines = Deadlines(limits.request_timeout_s)
+        self._keepalives = Keepalives(limits.sse_keepalive_s)
         self._turns = engines.turns
         self._dispatcher = Dispatcher(settings, limits, view, budget, clock)
         self._traced = spans is not None
@@ -181,8 +182,9 @@ class Generation:
             return self._attempts.run(job)
 
         headers = stream_headers(job.record)
-        keepalive_s = self._limits.sse_keepalive_s
-        return await kept_alive(job.sink, headers, keepalive_s, answering, end_refused, end_broken)
+        return await kept_alive(
+            job.sink, headers, self._keepalives, answering, end_refused, end_broken
+        )
 
     def outcome(self, outcome: Outcome) -> None:
         """What D's agent reports of a transfer."""
@@ -193,6 +195,7 @@ class Generation:
         self._attempts.close()
         self.outcomes.close()
         self._deadlines.close()
+        self._keepalives.close()
 
     def _check_model(self, parsed: ParsedRequest) -> None:
         if parsed.model is not None and parsed.model != self._settings.model:

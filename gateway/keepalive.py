@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import cached_property
 
 from gateway.relay import ClientSink, Relayed, WholeAnswer, write
 from prfaas.errors import Cancelled, PrfaasError
 
 COMMENT = b": keepalive\n\n"
+LOOKS = 16
+"""At the most, between two comments of a stream."""
 
 
 async def kept_alive(
     sink: ClientSink,
     headers: Mapping[str, str],
-    interval_s: float,
+    keepalives: Keepalives,
     answering: Callable[[ClientSink], Awaitable[WholeAnswer | Relayed]],
     end_refused: Callable[[ClientSink, WholeAnswer], Awaitable[Relayed]],
     end_broken: Callable[[ClientSink, PrfaasError], Awaitable[Relayed]],
@@ -25,7 +28,7 @@ async def kept_alive(
 
     Raises what `answering` raises before that, and Cancelled.
     """
-    kept = KeepaliveSink(sink, headers, interval_s)
+    kept = KeepaliveSink(sink, headers, keepalives)
     try:
         answer = await answering(kept)
         if isinstance(answer, WholeAnswer) and sink.started:
@@ -39,24 +42,72 @@ async def kept_alive(
         await kept.close()
 
 
-class KeepaliveSink:
-    """A client's side that says something every `interval_s`, whatever the engine does.
+class Keepalives:
+    """One timer for the comments of all streams that get one every `interval_s` of silence.
 
-    Owns one timer, and the write of a comment while it goes out; close it with `close`, after
-    which the client's side itself may still be used. The first comment commits: status 200 goes
-    out. What is written through it must end with whole events.
+    Owns it while there are streams; close it with `close`, after the last of them. A timer for each
+    stream is set and cancelled, for a silence that next to none of them has.
     """
 
-    def __init__(self, sink: ClientSink, headers: Mapping[str, str], interval_s: float) -> None:
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self._sinks: set[KeepaliveSink] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._sinks)
+
+    @cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    def add(self, sink: KeepaliveSink) -> None:
+        """To be followed by `discard`."""
+        self._sinks.add(sink)
+        if self._timer is None:
+            self._timer = self.loop.call_later(self.interval_s, self._sweep)
+
+    def discard(self, sink: KeepaliveSink) -> None:
+        self._sinks.discard(sink)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _sweep(self) -> None:
+        """Let those speak whose time has come, and come back for the next one, or a little later:
+        streams are as many as looks between two comments are few.
+        """
+        self._timer = None
+        if not self._sinks:
+            return
+        now = self.loop.time()
+        left_s = min([sink.tick(now) for sink in tuple(self._sinks)])
+        least_s = self.interval_s / LOOKS
+        self._timer = self.loop.call_later(max(left_s, least_s), self._sweep)
+
+
+class KeepaliveSink:
+    """A client's side that says something now and then, whatever the engine does.
+
+    Owns the write of a comment while it goes out; close it with `close`, after which the client's
+    side itself may still be used. The first comment commits: status 200 goes out. What is written
+    through it must end with whole events.
+    """
+
+    def __init__(
+        self, sink: ClientSink, headers: Mapping[str, str], keepalives: Keepalives
+    ) -> None:
         self._sink = sink
         self._headers = headers
-        self._interval_s = interval_s
-        self._loop = asyncio.get_running_loop()
+        self._keepalives = keepalives
+        self._loop = keepalives.loop
         self._said_at = self._loop.time()
         self._writing = self._ended = False
         self._late = b""
         self._comment: asyncio.Task[None] | None = None
-        self._timer = self._loop.call_later(interval_s, self._tick)
+        keepalives.add(self)
 
     @property
     def started(self) -> bool:
@@ -99,7 +150,7 @@ class KeepaliveSink:
     async def close(self) -> None:
         """No comment begins after this, and none is under way."""
         self._ended = True
-        self._timer.cancel()
+        self._keepalives.discard(self)
         if self._comment is not None:
             self._comment.cancel()
             await asyncio.gather(self._comment, return_exceptions=True)
@@ -113,16 +164,16 @@ class KeepaliveSink:
             comment, self._comment = self._comment, None
             await comment
 
-    def _tick(self) -> None:
-        if self._ended:
-            return
-        left_s = self._interval_s
-        if not self._writing and self._may_say():
-            left_s -= self._loop.time() - self._said_at
-            if left_s <= 0:
-                self._comment = self._loop.create_task(self._say())
-                left_s = self._interval_s
-        self._timer = self._loop.call_later(left_s, self._tick)
+    def tick(self, now: float) -> float:
+        """Speak if it is time; returns the seconds left until it may be."""
+        interval_s = self._keepalives.interval_s
+        if self._ended or self._writing or not self._may_say():
+            return interval_s
+        left_s = interval_s - (now - self._said_at)
+        if left_s > 0:
+            return left_s
+        self._comment = self._loop.create_task(self._say())
+        return interval_s
 
     def _may_say(self) -> bool:
         """Not while one goes out, nor after one that found the client gone."""

@@ -13,7 +13,7 @@ from gateway.attempts import BROKEN_STATUSES, RETRIED_STATUSES, kind_in, note_an
 from gateway.engines import Engine, Engines
 from gateway.event_relay import end_broken_events, relay_events
 from gateway.ids import Ids
-from gateway.keepalive import kept_alive
+from gateway.keepalive import Keepalives, kept_alive
 from gateway.metrics import GatewayMetrics
 from gateway.opening import open_record
 from gateway.passed import PassedBody, PassedInbound
@@ -42,7 +42,9 @@ LACKING_KINDS = frozenset({EngineUnavailable.kind, NotFound.kind})
 
 
 class Passing:
-    """Passes requests on. Owns log lines not written yet; close it with `close`, after the last."""
+    """Passes requests on. Owns log lines not written yet, and the timer of comments; close it with
+    `close`, after the last request.
+    """
 
     def __init__(
         self,
@@ -67,9 +69,11 @@ class Passing:
         self._cache_secret = settings.cache_secret.get_secret_value().encode()
         self._traced = spans is not None
         self._log = RequestLog(spans)
+        self._keepalives = Keepalives(limits.sse_keepalive_s)
 
     def close(self) -> None:
         self._log.close()
+        self._keepalives.close()
 
     async def serve(self, inbound: PassedInbound, sink: ClientSink) -> WholeAnswer | None:
         """Answer one request: a whole answer to send, or None where it was streamed to `sink`.
@@ -152,9 +156,8 @@ class Passing:
             return self._attempts(inbound, body, sent, kept, record)
 
         headers = stream_headers(record)
-        keepalive_s = self._limits.sse_keepalive_s
         return await kept_alive(
-            sink, headers, keepalive_s, answering, _end_refused, end_broken_events
+            sink, headers, self._keepalives, answering, _end_refused, end_broken_events
         )
 
     async def _attempts(

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from gateway.keepalive import COMMENT, KeepaliveSink
+from gateway.keepalive import COMMENT, Keepalives, KeepaliveSink
 from gateway.relay import write
 from prfaas.errors import Cancelled
+from prfaas.testing.gateway_setup import until
 
 HEADERS = {"content-type": "text/event-stream"}
 EVERY_S = 0.05
@@ -51,7 +52,7 @@ class Client:
 
 async def test_silence_is_broken_and_the_first_comment_commits() -> None:
     client = Client()
-    sink = KeepaliveSink(client, HEADERS, EVERY_S)
+    sink = KeepaliveSink(client, HEADERS, Keepalives(EVERY_S))
     await asyncio.sleep(EVERY_S / 2)
     assert not sink.started
     await asyncio.sleep(EVERY_S * 4)
@@ -72,7 +73,7 @@ async def test_silence_is_broken_and_the_first_comment_commits() -> None:
 
 async def test_a_stream_that_moves_has_no_comments() -> None:
     client = Client()
-    sink = KeepaliveSink(client, HEADERS, EVERY_S * 4)
+    sink = KeepaliveSink(client, HEADERS, Keepalives(EVERY_S * 4))
     await sink.start(HEADERS)
     for _ in range(20):
         await write(sink, b"data: 1\n\n")
@@ -84,7 +85,7 @@ async def test_a_stream_that_moves_has_no_comments() -> None:
 
 async def test_a_comment_never_meets_an_event() -> None:
     client = Client(slow_s=EVERY_S * 1.5)
-    sink = KeepaliveSink(client, HEADERS, EVERY_S)
+    sink = KeepaliveSink(client, HEADERS, Keepalives(EVERY_S))
     await asyncio.sleep(EVERY_S * 1.5)  # a comment is on its way
     assert client.writing
     await write(sink, b"data: 1\n\n")
@@ -95,7 +96,7 @@ async def test_a_comment_never_meets_an_event() -> None:
 
 
 async def test_a_client_found_gone_is_told_to_who_writes_next() -> None:
-    sink = KeepaliveSink(Client(gone=True), HEADERS, EVERY_S)
+    sink = KeepaliveSink(Client(gone=True), HEADERS, Keepalives(EVERY_S))
     await asyncio.sleep(EVERY_S * 3)
     with pytest.raises(Cancelled):
         await write(sink, b"data: 1\n\n")
@@ -104,8 +105,28 @@ async def test_a_client_found_gone_is_told_to_who_writes_next() -> None:
 
 async def test_closing_ends_a_comment_under_way_and_its_error() -> None:
     for client in (Client(slow_s=60), Client(gone=True)):
-        sink = KeepaliveSink(client, HEADERS, EVERY_S)
+        sink = KeepaliveSink(client, HEADERS, Keepalives(EVERY_S))
         await asyncio.sleep(EVERY_S * 1.5)
         async with asyncio.timeout(1):
             await sink.close()
         assert client.got == []
+
+
+async def test_one_timer_serves_streams_of_any_age() -> None:
+    keepalives = Keepalives(EVERY_S)
+    clients: list[Client] = []
+    sinks: list[KeepaliveSink] = []
+    for _ in range(5):
+        clients.append(Client())
+        sinks.append(KeepaliveSink(clients[-1], HEADERS, keepalives))
+        await asyncio.sleep(EVERY_S / 3)
+    await until(lambda: all(len(client.got) > 1 for client in clients), "a comment for each")
+    for sink in sinks:
+        await sink.close()
+    assert not len(keepalives)
+    await until(lambda: keepalives._timer is None, "the timer to end with the last")
+    late = Client()
+    sink = KeepaliveSink(late, HEADERS, keepalives)
+    await until(lambda: late.got, "a comment for who came after that")
+    await sink.close()
+    keepalives.close()
