@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
+from functools import partial
 
 import msgspec
 
@@ -21,6 +22,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.opening import open_record
 from gateway.outcomes import Outcomes
 from gateway.quality import salt_of
+from gateway.queue_order import QueueOrder
 from gateway.records import RecordBook, RequestRecord
 from gateway.relay import ClientSink, Relayed, WholeAnswer, end_broken, end_refused
 from gateway.request_spans import RequestSpans
@@ -71,6 +73,7 @@ class Generation:
         self._deadlines = Deadlines(limits.request_timeout_s)
         self._keepalives = Keepalives(limits.sse_keepalive_s)
         self._turns = engines.turns
+        self._order = QueueOrder(settings.queue, view)
         self._dispatcher = Dispatcher(settings, limits, view, budget, clock)
         self._traced = spans is not None
         self.outcomes = Outcomes(limits, policy, view, self._dispatcher, metrics, spans)
@@ -167,8 +170,11 @@ class Generation:
         if self._turns is None:
             return await self._taken(job)
         record.begins(ROOM, self._clock.now())
-        async with self._turns:
+        await self._turns.enter(partial(self._order.key, job))
+        try:
             return await self._taken(job)
+        finally:
+            self._turns.leave()
         # 8. One log line for each request, with its outcome: see `_end`.
 
     async def _taken(self, job: Job) -> WholeAnswer | Relayed:

@@ -323,6 +323,11 @@ class _LiveGauges(Collector):
         waiting, refused = (0, 0) if turns is None else (turns.waiting, turns.refused)
         yield _single("waiting_requests", "Waiting for an engine to have room.", waiting)
         yield CounterMetricFamily(
+            "prfaas_gateway_overtakes",
+            "Requests that went to an engine before one that had waited for longer.",
+            value=0 if turns is None else turns.overtakes,
+        )
+        yield CounterMetricFamily(
             "prfaas_gateway_waits_refused",
             "Requests that found too many waiting, or waited in vain for an engine.",
             value=refused,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from contextlib import nullcontext
 
 import msgspec
 
@@ -137,8 +136,13 @@ class Passing:
             )
         sent = body.for_engine(salt)
         turns = self._engines.turns if inbound.api.salted else None
-        async with turns or nullcontext():
+        if turns is None:
             return await self._taken(inbound, body, sent, sink, record)
+        await turns.enter(lambda: record.started_at)
+        try:
+            return await self._taken(inbound, body, sent, sink, record)
+        finally:
+            turns.leave()
 
     async def _taken(
         self,

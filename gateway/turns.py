@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import heapq
 from collections.abc import Callable
 
 from gateway.records import TURN
@@ -15,9 +15,9 @@ LOOK_S = 0.05
 
 
 class Turns:
-    """Lets as many requests go to the engines as these have room for; others wait, first come first
-    served, so many of them and so long. Enter it with `async with`. Owns who waits, and a timer
-    while anybody does; nothing to close.
+    """Lets as many requests go to the engines as these have room for; others wait, so many of them
+    and so long. Who has the smallest key goes first, of equal keys who came first. Owns who waits,
+    and a timer while anybody does; nothing to close.
 
     What waits in an engine takes its memory and its time from those whose answers have begun; what
     waits here costs nothing, and can still go to whichever engine has room first.
@@ -28,18 +28,26 @@ class Turns:
         self._room = room
         self._most_waiting = most_waiting
         self._wait_s = wait_s
-        self._queue: deque[asyncio.Future[None]] = deque()
+        self._queue: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._came: dict[int, None] = {}
+        """Numbers of those that wait, in the order in which they came."""
+        self._count = 0
         self._timer: asyncio.TimerHandle | None = None
         self.active = 0
         self.waiting = 0
         self.refused = 0
         """Since the start: who found the queue full, and who waited in vain."""
+        self.overtakes = 0
+        """Since the start: who went before one that had come earlier."""
 
     def __repr__(self) -> str:
         return f"<Turns active={self.active} waiting={self.waiting} refused={self.refused}>"
 
-    async def __aenter__(self) -> None:
-        """Raises Overloaded."""
+    async def enter(self, key: Callable[[], float]) -> None:
+        """Wait for a turn, which `leave` ends; `key` is asked where there is none yet.
+
+        Raises Overloaded.
+        """
         if not self.waiting and self.active < self._room():
             self.active += 1
             return
@@ -49,23 +57,29 @@ class Turns:
                 f"the engines are full, and {self.waiting} requests wait already",
                 retry_after_s=RETRY_AFTER_S,
             )
-        await self._wait()
+        await self._wait(key())
 
-    async def __aexit__(self, *exc: object) -> None:
+    def leave(self) -> None:
         self.active -= 1
         self.look()
 
     def look(self) -> None:
         """Let go who may go now."""
         while self._queue and self.active < self._room():
-            turn = self._queue.popleft()
+            _, number, turn = heapq.heappop(self._queue)
             if not turn.done():
                 self.active += 1
+                self.overtakes += number != next(iter(self._came))
+                del self._came[number]
                 turn.set_result(None)
 
-    async def _wait(self) -> None:
+    async def _wait(self, key: float) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(turn)
+        self._count += 1
+        number = self._count
+        self._came[number] = None
+        waiting = (key, number, turn)
+        heapq.heappush(self._queue, waiting)
         self.waiting += 1
         self.look()  # an engine may have come back meanwhile
         if self._timer is None:
@@ -88,8 +102,10 @@ class Turns:
             ) from None
         finally:
             self.waiting -= 1
-            if turn in self._queue:
-                self._queue.remove(turn)
+            self._came.pop(number, None)
+            if waiting in self._queue:
+                self._queue.remove(waiting)
+                heapq.heapify(self._queue)
             if not self.waiting and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None

@@ -30,6 +30,7 @@ from prfaas.errors import ConfigError
 from prfaas.limits import Limits
 from prfaas.logs import LogFormat
 from prfaas.policy_settings import PolicySettings as PolicySettings
+from prfaas.queue_settings import QueueSettings
 from prfaas.section import Section
 from prfaas.tracing_settings import TracingSettings
 
@@ -226,6 +227,9 @@ class GatewaySettings(Section):
         DiscoverySettings(), description="Engines and peers that are found while it runs."
     )
     policy: PolicySettings = Field(PolicySettings(), description="Routing policy.")
+    queue: QueueSettings = Field(
+        QueueSettings(), description="Order of requests that wait in the gateway for an engine."
+    )
     canary: PolicySettings | None = Field(
         None, description="Another policy that decides for `canary_share` of the requests."
     )

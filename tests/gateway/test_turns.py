@@ -17,9 +17,18 @@ async def all_over(turns: Turns) -> AsyncIterator[None]:
     assert (turns.active, turns.waiting) == (0, 0)
 
 
+@asynccontextmanager
+async def turn(turns: Turns, key: float = 0.0) -> AsyncIterator[None]:
+    await turns.enter(lambda: key)
+    try:
+        yield
+    finally:
+        turns.leave()
+
+
 async def serve(turns: Turns, name: str, log: list[str], seconds: float = 1.0) -> None:
     try:
-        async with turns:
+        async with turn(turns):
             log.append(name)
             await asyncio.sleep(seconds)
     except Overloaded as exc:
@@ -32,7 +41,7 @@ def test_they_go_in_order_and_never_more_than_there_is_room_for() -> None:
 
         async def one(name: str) -> None:
             nonlocal most
-            async with turns:
+            async with turn(turns):
                 most = max(most, turns.active)
                 log.append(name)
                 await asyncio.sleep(1.0)
@@ -65,7 +74,7 @@ def test_a_refusal_says_when_to_come_back() -> None:
         task = asyncio.create_task(serve(turns, "first", []))
         await asyncio.sleep(0)
         with pytest.raises(Overloaded, match="1 requests wait already") as caught:
-            await turns.__aenter__()
+            await turns.enter(lambda: 0.0)
         assert (caught.value.http_status, caught.value.retry_after_s) == (503, 1.0)
         await task
 
@@ -112,5 +121,42 @@ def test_engines_that_come_back_are_used_at_once() -> None:
             await asyncio.sleep(30.0)
             assert (turns.active, log[-1]) == (1, "3")
             await asyncio.gather(*tasks)
+
+    run_virtually(main())
+
+
+def test_the_smallest_key_goes_first_and_overtakes_are_counted() -> None:
+    async def main() -> None:
+        turns, log = Turns(lambda: 1, 100, 60.0), []
+
+        async def one(key: float) -> None:
+            async with turn(turns, key):
+                log.append(key)
+                await asyncio.sleep(1.0)
+
+        async with all_over(turns):
+            await asyncio.gather(*(one(key) for key in (5.0, 3.0, 1.0, 3.0, 2.0)))
+        assert log == [5.0, 1.0, 2.0, 3.0, 3.0]
+        assert turns.overtakes == 2
+
+    run_virtually(main())
+
+
+def test_who_leaves_while_waiting_holds_nobody_up() -> None:
+    async def main() -> None:
+        turns, log = Turns(lambda: 1, 100, 60.0), []
+
+        async def one(key: float) -> None:
+            async with turn(turns, key):
+                log.append(key)
+                await asyncio.sleep(1.0)
+
+        async with all_over(turns):
+            tasks = [asyncio.create_task(one(key)) for key in (9.0, 1.0, 2.0, 3.0)]
+            await asyncio.sleep(0.5)
+            tasks[1].cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert log == [9.0, 2.0, 3.0]
+        assert turns.overtakes == 0
 
     run_virtually(main())

@@ -1,0 +1,52 @@
+"""Who goes next of those that wait in the gateway: keys of requests, of which the smallest goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.cluster_view import ClusterView
+from gateway.job import Job
+from prfaas.queue_settings import QueueSettings
+
+Key = Callable[[float, float], float]
+"""Of a request that came at a time, and whose prefill will take so many seconds."""
+
+
+def order_key(order: QueueSettings) -> Key:
+    """The key that an order sorts by.
+
+    `srpt`: a prompt is overtaken by shorter ones only for a time in proportion to its own length.
+    `slack`: the latest start that still meets the prompt's deadline.
+    """
+    if order.name == "srpt":
+        ageing = order.ageing
+        return lambda arrival_s, seconds: arrival_s + ageing * seconds
+    if order.name == "slack":
+        fixed_s, share = order.deadline_s, order.deadline_per_s - 1
+        return lambda arrival_s, seconds: arrival_s + fixed_s + share * seconds
+    return lambda arrival_s, seconds: arrival_s
+
+
+class QueueOrder:
+    """The gateway's queue order; borrows the view, nothing to close."""
+
+    def __init__(self, settings: QueueSettings, view: ClusterView) -> None:
+        self._by_arrival = settings.name == "fcfs"
+        self._key = order_key(settings)
+        self._view = view
+
+    def key(self, job: Job) -> float:
+        """Of a request that is about to wait; by its arrival where no engine tells its curve."""
+        arrival_s = job.record.started_at
+        return arrival_s if self._by_arrival else self._key(arrival_s, self._prefill_s(job))
+
+    def _prefill_s(self, job: Job) -> float:
+        """At the engine that would have least to do."""
+        want = job.prompt.tokens - 1
+        seconds = []
+        for engine in self._view.engines:
+            local = self._view.local(engine.name, job.prompt.chains)
+            if local.curve.known:
+                cached = min(local.matched_tokens, want)
+                seconds.append(local.curve.seconds(want - cached, cached))
+        return min(seconds, default=0.0)
