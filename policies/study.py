@@ -6,9 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
-import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,13 +19,12 @@ from policies.scenario import Profiles, Scenario, load_scenario
 from policies.simulator.capacity import capacity
 from policies.simulator.result import Summary
 from policies.simulator.run import simulate
+from policies.study_storage import open_storage, shown
 from policies.workload.request import Request, scaled
 from prfaas.errors import ConfigError
 from prfaas.settings import PolicySettings
 
 if TYPE_CHECKING:
-    from optuna.storages import BaseStorage
-    from optuna.storages.journal import JournalFileOpenLock
     from optuna.study import Study
     from optuna.trial import FrozenTrial, Trial
 
@@ -58,8 +56,10 @@ class StudySpec:
     seed: int = 0
 
     def digest(self) -> str:
-        """Changes with anything that makes values incomparable."""
-        text = json.dumps({**asdict(self), "trace": str(self.trace)}, sort_keys=True)
+        """Changes with anything that makes values incomparable: what the files hold, and not where
+        they are, which differs where several machines work on one study."""
+        files = {"scenario": _content(Path(self.scenario)), "trace": _content(self.trace)}
+        text = json.dumps({**asdict(self), **files}, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
@@ -86,6 +86,16 @@ class Score:
     """Lower is better, whatever the goal."""
     rate_per_s: float
     summary: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a study is."""
+
+    finished: int
+    trials: int
+    best: float | None
+    """Lower is better, whatever the goal; None: no trial has held the objectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,12 +193,19 @@ def cost_per_million(scenario: Scenario, rate_per_s: float, summary: Summary) ->
 
 
 def tune(
-    spec: StudySpec, storage: str, trials: int, jobs: int, *, name: str | None = None
+    spec: StudySpec,
+    storage: str,
+    trials: int,
+    jobs: int,
+    *,
+    name: str | None = None,
+    told: Callable[[Progress], None] | None = None,
 ) -> Tuned:
     """Bring the study at `storage` to `trials` finished trials, in `jobs` processes.
 
-    `storage`: a file (Optuna's journal), or a URL that Optuna knows: several machines may work on
-    one study. A study that was stopped goes on where it was; finished trials are not run again.
+    `storage`: a file (Optuna's journal), or a URL of Redis or a database: several machines may work
+    on one study. A study that was stopped goes on where it was; finished trials are not run again.
+    `told` is called as trials end in this process, with those of all.
     Raises ConfigError where the study there is of something else, or no trial holds objectives.
     """
     problem = Problem.read(spec)
@@ -204,7 +221,7 @@ def tune(
         for worker in workers:
             worker.start()
         try:
-            run_trials(problem, study, trials, 0)
+            run_trials(problem, study, trials, 0, told)
         finally:
             for worker in workers:
                 worker.join()
@@ -212,7 +229,7 @@ def tune(
         if failed:
             raise ConfigError(f"{len(failed)} of {jobs} workers of the study ended with an error")
     elif left > 0:
-        run_trials(problem, study, trials, 0)
+        run_trials(problem, study, trials, 0, told)
     return best_of(problem, study)
 
 
@@ -225,7 +242,7 @@ def open_study(
     """
     optuna = _optuna()
     study = optuna.create_study(
-        study_name=name, storage=_storage(storage), direction="minimize", load_if_exists=True
+        study_name=name, storage=open_storage(storage), direction="minimize", load_if_exists=True
     )
     known = study.user_attrs.get("spec")
     if known is None:
@@ -234,8 +251,8 @@ def open_study(
             study.enqueue_trial({**_defaults(spec.policy), **first}, skip_if_exists=True)
     elif known != spec.digest():
         raise ConfigError(
-            f"study {name!r} in {storage} is of another scenario, workload, policy or objective; "
-            "give another file or another name"
+            f"study {name!r} in {shown(storage)} is of another scenario, workload, policy or "
+            "objective; give another file or another name"
         )
     return study  # type: ignore[no-any-return]
 
@@ -245,7 +262,13 @@ def finished(study: Study) -> int:
     return sum(trial.state.name == "COMPLETE" for trial in study.get_trials(deepcopy=False))
 
 
-def run_trials(problem: Problem, study: Study, trials: int, worker: int) -> None:
+def run_trials(
+    problem: Problem,
+    study: Study,
+    trials: int,
+    worker: int,
+    told: Callable[[Progress], None] | None = None,
+) -> None:
     """Run trials in this process until the study, whoever works on it, has as many."""
     optuna = _optuna()
     seed = problem.spec.seed * 1000 + worker + finished(study)
@@ -254,7 +277,10 @@ def run_trials(problem: Problem, study: Study, trials: int, worker: int) -> None
     def stop(study: Study, trial: FrozenTrial) -> None:
         parent = multiprocessing.parent_process()
         orphaned = parent is not None and not parent.is_alive()
-        if finished(study) >= trials or orphaned:
+        done = finished(study)
+        if told is not None:
+            told(Progress(done, trials, _best(study)))
+        if done >= trials or orphaned:
             study.stop()
 
     if finished(study) < trials:
@@ -308,6 +334,23 @@ def planned(scenario: Scenario, profiles: Profiles, requests: Sequence[Request])
     return scenario.model_copy(update={"local": local})
 
 
+def _best(study: Study) -> float | None:
+    values = [
+        trial.value
+        for trial in study.get_trials(deepcopy=False)
+        if trial.value is not None and trial.value < LOST
+    ]
+    return min(values, default=None)
+
+
+def _content(path: Path | None) -> str:
+    """A file's digest; of what is no file, its name (shipped scenarios have one)."""
+    if path is None or not path.is_file():
+        return str(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "blake2b").hexdigest()
+
+
 def _parts(spec: StudySpec, scenario: Scenario) -> tuple[Part, Part]:
     from dataclasses import replace
 
@@ -355,41 +398,6 @@ def _defaults(policy: str) -> dict[str, float]:
         name: min(max(getattr(usual, name), span.low), span.high)
         for name, span in SPANS[policy].items()
     }
-
-
-def _storage(spec: str) -> BaseStorage | str:
-    if "://" in spec:
-        return spec
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
-
-    return JournalStorage(JournalFileBackend(spec, lock_obj=_lock(spec)))
-
-
-def _lock(path: str) -> JournalFileOpenLock:
-    """A lock of the kernel's, which ends with the process that holds it; Optuna's own outlives a
-    kill by half a minute."""
-    import fcntl
-
-    from optuna.storages.journal import JournalFileOpenLock
-
-    class KernelLock(JournalFileOpenLock):
-        """Owns a descriptor while it is held."""
-
-        def __init__(self) -> None:
-            super().__init__(path)
-            self._descriptor = -1
-
-        def acquire(self) -> bool:
-            descriptor = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            self._descriptor = descriptor
-            return True
-
-        def release(self) -> None:
-            os.close(self._descriptor)
-
-    return KernelLock()
 
 
 def _optuna() -> Any:

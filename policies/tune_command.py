@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from policies.policy_file import Made, PolicyFile, to_yaml
-from policies.study import Score, StudySpec, Tuned, tune
+from policies.study import Progress, Score, StudySpec, Tuned, tune
 from prfaas.errors import ConfigError
 
+EVERY_S = 2.0
+"""Between two lines about how far a study is."""
 UNITS = {"rate": "requests/s", "ttft": "s of mean TTFT", "cost": "for a million requests"}
+
+
+def _silent(line: str) -> None:
+    """Says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +36,22 @@ class TuneOptions:
     report: Path | None = None
 
 
-def run_tune(options: TuneOptions, as_json: bool) -> str:
-    """Tune, write what was asked for, and say what came of it. Raises ConfigError."""
+def run_tune(options: TuneOptions, as_json: bool, say: Callable[[str], None] = _silent) -> str:
+    """Tune, write what was asked for, and give what came of it. Raises ConfigError.
+
+    `say` gets a line about how far it is, now and then.
+    """
     if options.trials < 1 or options.jobs < 1:
         raise ConfigError("a study needs at least one trial and one process")
-    tuned = tune(options.spec, options.storage, options.trials, options.jobs, name=options.study)
+    reporter = Reporter(options.spec.goal, say)
+    tuned = tune(
+        options.spec,
+        options.storage,
+        options.trials,
+        options.jobs,
+        name=options.study,
+        told=reporter.tell,
+    )
     if options.write is not None:
         options.write.write_text(to_yaml(policy_file(tuned, options)), encoding="utf-8")
     if options.report is not None:
@@ -40,6 +59,36 @@ def run_tune(options: TuneOptions, as_json: bool) -> str:
 
         write_report(tuned, options.report)
     return json.dumps(as_data(tuned), indent=2) + "\n" if as_json else to_text(tuned)
+
+
+class Reporter:
+    """Says how far a study is, at most every `EVERY_S` and at its end; nothing to close."""
+
+    def __init__(
+        self, goal: str, say: Callable[[str], None], now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._goal, self._say, self._now = goal, say, now
+        self._began = self._said_at = now()
+        self._first: int | None = None
+
+    def tell(self, progress: Progress) -> None:
+        now = self._now()
+        done, trials = progress.finished, progress.trials
+        if self._first is None:
+            self._first = done - 1
+        if done < trials and now - self._said_at < EVERY_S:
+            return
+        self._said_at = now
+        line = f"{done} of {trials} trials"
+        if progress.best is None:
+            line += ", none holds the objectives"
+        else:
+            best = -progress.best if self._goal == "rate" else progress.best
+            line += f", best {best:.4g} {UNITS[self._goal]}"
+        if done < trials:
+            left_s = (now - self._began) / (done - self._first) * (trials - done)
+            line += f"; about {left_s:.0f} s more"
+        self._say(line)
 
 
 def policy_file(tuned: Tuned, options: TuneOptions) -> PolicyFile:

@@ -170,7 +170,8 @@ def simulate(
     "--storage",
     default="study.journal",
     show_default=True,
-    help="File, or a URL that Optuna knows (Redis, a database) where several machines join.",
+    help="File, or a URL of Redis or a database (as SQLAlchemy has them) where several machines "
+    "join.",
 )
 @click.option("--study", help="Name within the storage; default: from policy and goal.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Of the search.")
@@ -215,12 +216,18 @@ def tune(
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     options = TuneOptions(spec, storage, trials, jobs or cores or 1, study, write, report)
-    click.echo(run_tune(options, as_json), nl=False)
+    found = run_tune(options, as_json, lambda line: click.echo(line, err=True))
+    click.echo(found, nl=False)
 
 
 @click.command()
 @click.argument("log", type=_FILE)
-@click.option("--request", "request_id", help="Id of the request; default: the last one decided.")
+@click.option(
+    "--request-id",
+    "--request",
+    "request_id",
+    help="Id of the request; default: the last one decided.",
+)
 @click.option("--policy", help="Ask this policy instead; it starts with its initial state.")
 @click.option(
     "--policy-file",

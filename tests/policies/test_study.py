@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -20,6 +21,7 @@ from policies.policy_file import load_policy_file
 from policies.registry import make_policy
 from policies.study import (
     Problem,
+    Progress,
     StudySpec,
     cost_per_million,
     finished,
@@ -27,10 +29,12 @@ from policies.study import (
     run_trials,
     tune,
 )
+from policies.tune_command import Reporter
 from policies.workload.request import Request
 from prfaas.cli import cli
 from prfaas.errors import ConfigError
 from prfaas.settings import PolicySettings
+from prfaas.testing.redis_server import WHY_SKIPPED, found, redis_server
 
 SCENARIO: dict[str, Any] = {
     "name": "small",
@@ -81,6 +85,65 @@ def test_a_killed_study_goes_on_and_does_not_count_what_was_half_done(tmp_path: 
 def test_several_processes_work_on_one_study(tmp_path: Path) -> None:
     tuned = tune(spec(tmp_path), str(tmp_path / "s.journal"), 6, 2)
     assert 6 <= tuned.trials <= 7
+
+
+@pytest.mark.skipif(not found(), reason=WHY_SKIPPED)
+async def test_machines_join_one_study_in_redis_wherever_their_files_are(tmp_path: Path) -> None:
+    here, there = tmp_path / "a", tmp_path / "b"
+    here.mkdir()
+    there.mkdir()
+    async with redis_server(tmp_path) as server:
+        storage = server.url()
+        one, other = spec(here), spec(there)
+        study = await asyncio.to_thread(open_study, one, storage, "a")
+        await asyncio.to_thread(run_trials, Problem.read(one), study, 1, 0)
+        tuned = await asyncio.to_thread(tune, other, storage, 3, 1, name="a")
+        assert tuned.trials == 3
+        assert finished(open_study(one, storage, "a")) == 3
+        changed = spec(there, scenario={"quality": "compact"})
+        with pytest.raises(ConfigError, match="another scenario"):
+            await asyncio.to_thread(open_study, changed, storage, "a")
+
+
+def test_machines_join_one_study_in_a_database(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/s.db"
+    study = open_study(spec(tmp_path), storage, "a")
+    run_trials(Problem.read(spec(tmp_path)), study, 1, 0)
+    assert tune(spec(tmp_path), storage, 2, 1, name="a").trials == 2
+
+
+@pytest.mark.parametrize(
+    ("storage", "words"),
+    [
+        ("redis://me:secret@127.0.0.1:1/0", "127.0.0.1:1"),
+        ("nodb://me:secret@there/x", "there"),
+        ("mysql+nodriver://me:secret@there/x", "there"),
+        ("sqlite:////no/such/folder/s.db", "unable to open"),
+    ],
+)
+def test_a_storage_that_is_not_there_is_named_without_its_password(
+    tmp_path: Path, storage: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match="storage") as error:
+        open_study(spec(tmp_path), storage, "a")
+    assert words in error.value.message
+    assert "secret" not in error.value.message
+
+
+def test_progress_is_told_now_and_then_and_at_the_end(tmp_path: Path) -> None:
+    told: list[Progress] = []
+    tune(spec(tmp_path), str(tmp_path / "s.journal"), 3, 1, told=told.append)
+    assert [(p.finished, p.trials) for p in told] == [(1, 3), (2, 3), (3, 3)]
+    assert [p.best for p in told] == sorted((p.best for p in told), reverse=True)  # type: ignore[type-var]
+    now, lines = [0.0], []
+    reporter = Reporter("rate", lines.append, lambda: now[0])
+    for at_s, done, best in ((1.0, 1, None), (3.0, 2, None), (4.0, 3, -2.5), (5.0, 4, -2.5)):
+        now[0] = at_s
+        reporter.tell(Progress(done, 4, best))
+    assert lines == [
+        "2 of 4 trials, none holds the objectives; about 3 s more",
+        "4 of 4 trials, best 2.5 requests/s",
+    ]
 
 
 def test_a_killed_command_leaves_no_worker_behind_and_goes_on(tmp_path: Path) -> None:

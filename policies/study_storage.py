@@ -1,0 +1,94 @@
+"""Where a study lives: a file, Redis, or a database; one or many machines work on it."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from prfaas.errors import ConfigError
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+    from optuna.storages.journal import JournalFileOpenLock
+
+PREFIX = "prfaas:studies"
+"""Of all keys in Redis."""
+
+
+def open_storage(where: str) -> BaseStorage:
+    """A path, `redis://` or `rediss://`, or the URL of a database as SQLAlchemy has them.
+
+    Raises ConfigError where it cannot be reached, or a package for it is missing.
+    """
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    if "://" not in where:
+        return JournalStorage(JournalFileBackend(where, lock_obj=_lock(where)))
+    if where.startswith(("redis://", "rediss://")):
+        return _in_redis(where)
+    return _in_database(where)
+
+
+def shown(where: str) -> str:
+    """For people: without a password."""
+    if "://" not in where:
+        return where
+    parts = urlsplit(where)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _in_redis(url: str) -> BaseStorage:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalRedisBackend
+
+    try:
+        from redis.exceptions import RedisError
+    except ImportError as error:
+        raise ConfigError("a study in Redis needs redis-py: pip install 'prfaas[redis]'") from error
+    try:
+        return JournalStorage(JournalRedisBackend(url, prefix=PREFIX))
+    except (RedisError, ValueError) as error:
+        raise ConfigError(f"the study's storage {shown(url)}: {error}") from error
+
+
+def _in_database(url: str) -> BaseStorage:
+    from optuna.storages import RDBStorage
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        return RDBStorage(url)
+    except ImportError as error:
+        raise ConfigError(
+            f"the study's storage {shown(url)} needs a driver that is not installed: {error}"
+        ) from error
+    except SQLAlchemyError as error:
+        first = str(error).partition("\n")[0]
+        raise ConfigError(f"the study's storage {shown(url)}: {first}") from error
+
+
+def _lock(path: str) -> JournalFileOpenLock:
+    """A lock of the kernel's, which ends with the process that holds it; Optuna's own outlives a
+    kill by half a minute."""
+    import fcntl
+
+    from optuna.storages.journal import JournalFileOpenLock
+
+    class KernelLock(JournalFileOpenLock):
+        """Owns a descriptor while it is held."""
+
+        def __init__(self) -> None:
+            super().__init__(path)
+            self._descriptor = -1
+
+        def acquire(self) -> bool:
+            descriptor = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            self._descriptor = descriptor
+            return True
+
+        def release(self) -> None:
+            os.close(self._descriptor)
+
+    return KernelLock()
