@@ -169,13 +169,17 @@ class Generation:
         job = Job(inbound, parsed, prompt, salt, sink, record, short)
         if self._turns is None:
             return await self._taken(job)
-        record.begins(ROOM, self._clock.now())
-        await self._turns.enter(partial(self._order.key, job))
+        await self._turns.enter(partial(self._place, job))
         try:
             return await self._taken(job)
         finally:
             self._turns.leave()
         # 8. One log line for each request, with its outcome: see `_end`.
+
+    def _place(self, job: Job) -> float:
+        """Of a request that has to wait, among others that do."""
+        job.record.begins(ROOM, self._clock.now())
+        return self._order.key(job)
 
     async def _taken(self, job: Job) -> WholeAnswer | Relayed:
         """It goes to an engine now."""

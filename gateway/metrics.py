@@ -172,8 +172,8 @@ class GatewayMetrics:
                 self.policy_ttft.observe(record.policy_role, record.ttft_s)
         if record.e2e_s is not None:
             self.e2e.observe(target, record.e2e_s)
-        for stage in record.stages:
-            self.stages.observe(stage.name, stage.end_s - stage.start_s)
+        for stage, seconds in record.stage_seconds():
+            self.stages.observe(stage, seconds)
         if record.committed and record.error and record.status == "200":
             self.broken_streams.labels(word(record.error)).inc()
 

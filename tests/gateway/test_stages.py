@@ -18,6 +18,7 @@ from gateway.stages import (
     UPSTREAM,
     Stage,
     seconds_by_stage,
+    seconds_of,
     stages_of,
 )
 from policies.registry import make_policy
@@ -59,9 +60,17 @@ def test_each_engine_that_was_tried_is_a_stage_of_its_own() -> None:
     stages = list(stages_of(0.0, marks, 7.0, 8.0))
     assert [s.engine for s in stages if s.name == UPSTREAM] == ["d-0", "d-1"]
     assert stages[-1] == Stage(FIRST_EVENT, 5.0, 7.0, "d-1")
-    assert seconds_by_stage(stages) == {
+    assert seconds_by_stage(seconds_of(0.0, marks, 7.0, 8.0)) == {
         ADMISSION: 1.0, DECIDE: 2.0, UPSTREAM: 5.0, FIRST_EVENT: 2.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("marks", [[], [(DECIDE, 2.0, ""), (UPSTREAM, 3.0, "d-0")]])
+@pytest.mark.parametrize("first_event_at", [None, 6.0])
+def test_seconds_are_those_of_the_stages(marks: list[Any], first_event_at: float | None) -> None:
+    stages = stages_of(1.0, marks, first_event_at, 9.0)
+    seconds = [(stage.name, stage.end_s - stage.start_s) for stage in stages]
+    assert seconds_of(1.0, marks, first_event_at, 9.0) == seconds
 
 
 async def test_metrics_and_record_have_every_stage(make_cluster: Callable[..., Any]) -> None:
