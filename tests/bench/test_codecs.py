@@ -80,3 +80,11 @@ def test_quotients_are_those_of_the_rounds() -> None:
     value, unit, note = over(Samples((2.0, 9.0, 3.0)), Samples((1.0, 3.0, 3.0)), "x")
     assert (value, unit) == (2.0, "ratio")
     assert note == "x; 1 to 3 in 3 rounds"
+
+
+def test_rounding_makes_no_other_codec_of_one() -> None:
+    found = {"nbytes": 1000.0, "0": 1e-4, "1": 0.0}
+    assert codec_work._same(found, {**found, "0": 1.0004e-4})
+    assert not codec_work._same(found, {**found, "0": 1.01e-4})
+    assert not codec_work._same(found, {**found, "nbytes": 1010.0})
+    assert not codec_work._same(found, {"nbytes": 1000.0})
