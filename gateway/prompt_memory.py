@@ -11,9 +11,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
-import numpy as np
 
-from prfaas.hashing import ID_BYTES, BlockHash, chain_on, root_hash
+from prfaas.hashing import ID_BYTES, BlockHash, chain_on, ids_as_bytes, root_hash
 from prfaas.word_bounds import next_cut
 
 PIECE_CHARS = 2048
@@ -58,11 +57,11 @@ class Walk(msgspec.Struct):
         the hashes of the blocks before the last token.
         """
         *kept, last = self.rest
-        self.made = [_Piece(text, _as_bytes(encode(text))) for text in kept]
+        self.made = [_Piece(text, ids_as_bytes(encode(text))) for text in kept]
         ids = encode(last)
         pieces = [*self.pieces, *self.made]
         count = sum(len(piece.ids) for piece in pieces) // ID_BYTES + len(ids)
-        end = _as_bytes(ids[:-1])
+        end = ids_as_bytes(ids[:-1])
         return count, {size: _chain(pieces, end, size, salt) for size in block_sizes if size > 0}
 
 
@@ -134,7 +133,3 @@ def _cuts(text: str) -> Iterable[int]:
         while (cut := next_cut(text, at + size)) is not None:
             yield cut
             at = cut
-
-
-def _as_bytes(ids: Sequence[int]) -> bytes:
-    return np.asarray(ids, dtype="<u4").tobytes()

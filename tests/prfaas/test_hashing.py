@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from typing import Any
 
-from prfaas.hashing import block_chain, block_hash, cache_salt, root_hash
+import numpy as np
+import pytest
+
+from prfaas.hashing import block_chain, block_hash, cache_salt, ids_as_bytes, root_hash
 
 TOKENS = list(range(40))
 
@@ -44,3 +48,15 @@ def test_a_client_cannot_name_another_tenants_salt() -> None:
     assert cache_salt(b"k", "t1", "x") != cache_salt(b"k", "t1", "")
     assert cache_salt(b"k", "", cache_salt(b"k", "t1", "")) != cache_salt(b"k", "t1", "")
     assert cache_salt(b"k", "", "") == ""
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, lambda ids: np.array(ids, np.int64)])
+def test_ids_are_hashed_alike_however_they_come(kind: Any) -> None:
+    ids = [0, 1, 255, 256, 70_000, (1 << 32) - 1]
+    assert ids_as_bytes(kind(ids)) == b"".join(each.to_bytes(4, "little") for each in ids)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 32])
+def test_what_is_no_id_has_no_hash(wrong: int) -> None:
+    with pytest.raises(OverflowError):
+        block_chain([wrong] * 16, 16)
