@@ -45,7 +45,7 @@ class Curve:
 
 def write_report(tuned: Tuned, path: Path) -> None:
     """Simulate the curves and write the page. Raises ConfigError."""
-    problem = Problem.read(tuned.spec)
+    problem = Problem.read(tuned.spec).shaped(tuned.shape)
     rates = [share * tuned.tested.rate_per_s for share in SHARES_OF_RATE]
     usual = problem.scenario.queue_order.name
     name = tuned.spec.policy

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ from policies.scenario import Profiles, Scenario, load_scenario
 from policies.simulator.capacity import capacity
 from policies.simulator.result import Summary
 from policies.simulator.run import simulate
+from policies.site_shape import AS_IT_IS, PEER, PREFILL, Shape, spans, usual
 from policies.study_storage import open_storage, shown
 from policies.workload.request import Request, scaled
 from prfaas.errors import ConfigError
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from optuna.study import Study
     from optuna.trial import FrozenTrial, Trial
 
-Goal = Literal["rate", "ttft", "cost"]
+Goal = Literal["rate", "ttft", "cost", "pareto"]
 LOST = 1e9
 """Value of a trial that does not hold the objectives, before how far off it is."""
 
@@ -44,11 +46,14 @@ class StudySpec:
     policy: str
     goal: Goal
     """`rate`: most requests a second within the objectives; `ttft`: least mean TTFT within them, at
-    the workload's own rate; `cost`: least of nodes and egress for a million requests, at `rate`."""
+    the workload's own rate; `cost`: least of nodes and egress for a million requests, at `rate`;
+    `pareto`: both `rate` and `cost`, of which there are several best."""
     queue_order: str | None = None
     """Of all prefill queues; None: the scenario's."""
     tune_order: bool = False
     """Search the queue order too."""
+    tune_shape: bool = False
+    """Search the split of D's nodes and the number of the peer's instances too."""
     trace: Path | None = None
     trace_format: str | None = None
     train_share: float = 0.5
@@ -83,9 +88,11 @@ class Score:
     """What one set of parameters is worth on one part of the workload."""
 
     value: float
-    """Lower is better, whatever the goal."""
+    """Lower is better, whatever the goal; of `pareto`, that of the rate."""
     rate_per_s: float
     summary: Summary
+    cost: float | None = None
+    """For a million requests, where the scenario has prices and the rate was sought."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,8 @@ class Tuned:
     default_tested: Score
     history: Sequence[float]
     """Best value after each finished trial."""
+    shape: Shape = AS_IT_IS
+    """Of the site, where it was searched. `default_tested` has the scenario's own."""
 
 
 class Problem:
@@ -143,21 +152,38 @@ class Problem:
 
     def _require_sense(self) -> None:
         goal, objectives = self.spec.goal, self.scenario.objectives
-        if goal == "rate" and not objectives.ttft:
+        if goal in ("rate", "pareto") and not objectives.ttft:
             raise ConfigError(
-                "goal `rate` contradicts a scenario without objectives on TTFT: any rate holds; "
+                f"goal `{goal}` contradicts a scenario without objectives on TTFT: any rate holds; "
                 "set objectives.ttft_p90_s or ttft_p99_s"
             )
-        if goal == "cost" and self.scenario.prices is None:
+        if goal in ("cost", "pareto") and self.scenario.prices is None:
             raise ConfigError(
-                "goal `cost` needs prices in the scenario: without, all costs nothing"
+                f"goal `{goal}` needs prices in the scenario: without, all costs nothing"
             )
-        if not SPANS[self.spec.policy] and not self.spec.tune_order:
+        if self.spec.tune_shape:
+            spans(self.scenario)
+        elif not SPANS[self.spec.policy] and not self.spec.tune_order:
             raise ConfigError(f"policy {self.spec.policy} has no parameters to search")
 
-    def score(self, parameters: Mapping[str, float], order: str, part: Part) -> Score:
+    def shaped(self, shape: Shape) -> Problem:
+        """The same on a site of that shape."""
+        changed = copy(self)
+        changed.scenario = shape.applied(self.scenario)
+        return changed
+
+    def first(self) -> Mapping[str, float]:
+        """What a study tries before it searches: the policy's defaults on the scenario's site."""
+        return {
+            **_defaults(self.spec.policy),
+            **(usual(self.scenario) if self.spec.tune_shape else {}),
+        }
+
+    def score(
+        self, parameters: Mapping[str, float], order: str, part: Part, shape: Shape = AS_IT_IS
+    ) -> Score:
         """Run the simulator on a part. Raises ConfigError where objectives hold at no rate."""
-        scenario = self.scenario
+        scenario = shape.applied(self.scenario)
         if order != scenario.queue_order.name:
             queue_order = scenario.queue_order.model_copy(update={"name": order})
             scenario = scenario.model_copy(update={"queue_order": queue_order})
@@ -176,9 +202,13 @@ class Problem:
             growth=NEAR,
         )
         value = -found.rate_per_s
+        cost = None
+        if scenario.prices is not None:
+            cost = cost_per_million(scenario, found.rate_per_s, found.summary)
         if self.spec.goal == "cost":
-            value = cost_per_million(scenario, found.rate_per_s, found.summary)
-        return Score(value, found.rate_per_s, found.summary)
+            assert cost is not None
+            value = cost
+        return Score(value, found.rate_per_s, found.summary, cost)
 
 
 def cost_per_million(scenario: Scenario, rate_per_s: float, summary: Summary) -> float:
@@ -208,9 +238,22 @@ def tune(
     `told` is called as trials end in this process, with those of all.
     Raises ConfigError where the study there is of something else, or no trial holds objectives.
     """
+    return best_of(*search(spec, storage, trials, jobs, name=name, told=told))
+
+
+def search(
+    spec: StudySpec,
+    storage: str,
+    trials: int,
+    jobs: int,
+    *,
+    name: str | None = None,
+    told: Callable[[Progress], None] | None = None,
+) -> tuple[Problem, Study]:
+    """As `tune`, without judging what was found."""
     problem = Problem.read(spec)
     name = name or f"{spec.policy}-{spec.goal}"
-    study = open_study(spec, storage, name)
+    study = open_study(spec, storage, name, problem.first())
     left = trials - finished(study)
     if left > 0 and jobs > 1:
         context = multiprocessing.get_context("spawn")
@@ -230,7 +273,7 @@ def tune(
             raise ConfigError(f"{len(failed)} of {jobs} workers of the study ended with an error")
     elif left > 0:
         run_trials(problem, study, trials, 0, told)
-    return best_of(problem, study)
+    return problem, study
 
 
 def open_study(
@@ -242,12 +285,15 @@ def open_study(
     """
     optuna = _optuna()
     study = optuna.create_study(
-        study_name=name, storage=open_storage(storage), direction="minimize", load_if_exists=True
+        study_name=name,
+        storage=open_storage(storage),
+        directions=["minimize"] * (2 if spec.goal == "pareto" else 1),
+        load_if_exists=True,
     )
     known = study.user_attrs.get("spec")
     if known is None:
         study.set_user_attr("spec", spec.digest())
-        if SPANS[spec.policy]:
+        if SPANS[spec.policy] or first:
             study.enqueue_trial({**_defaults(spec.policy), **first}, skip_if_exists=True)
     elif known != spec.digest():
         raise ConfigError(
@@ -296,23 +342,30 @@ def best_of(problem: Problem, study: Study) -> Tuned:
             f"infeasible: none of {len(done)} trials holds the objectives; "
             "`prfaas plan` names the stage that binds"
         )
-    parameters = dict(best.params)
-    order = str(parameters.pop("queue_order", problem.scenario.queue_order.name))
+    parameters, order, shape = parts_of(problem, best.params)
     history: list[float] = []
     for trial in done:
         assert trial.value is not None
         history.append(min([*history[-1:], trial.value]))
-    usual = problem.scenario.queue_order.name
     return Tuned(
         problem.spec,
         parameters,
         order,
         len(done),
-        problem.score(parameters, order, problem.training),
-        problem.score(parameters, order, problem.testing),
-        problem.score({}, usual, problem.testing),
+        problem.score(parameters, order, problem.training, shape),
+        problem.score(parameters, order, problem.testing, shape),
+        problem.score({}, problem.scenario.queue_order.name, problem.testing),
         history,
+        shape,
     )
+
+
+def parts_of(problem: Problem, params: Mapping[str, Any]) -> tuple[Mapping[str, float], str, Shape]:
+    """Of a trial's parameters: the policy's, the queue order, and the site's shape."""
+    rest = dict(params)
+    order = str(rest.pop("queue_order", problem.scenario.queue_order.name))
+    shape = Shape(rest.pop(PREFILL, None), rest.pop(PEER, None))
+    return rest, order, shape
 
 
 def planned(scenario: Scenario, profiles: Profiles, requests: Sequence[Request]) -> Scenario:
@@ -335,12 +388,8 @@ def planned(scenario: Scenario, profiles: Profiles, requests: Sequence[Request])
 
 
 def _best(study: Study) -> float | None:
-    values = [
-        trial.value
-        for trial in study.get_trials(deepcopy=False)
-        if trial.value is not None and trial.value < LOST
-    ]
-    return min(values, default=None)
+    values = [t.values[0] for t in study.get_trials(deepcopy=False) if t.values is not None]
+    return min((value for value in values if value < LOST), default=None)
 
 
 def _content(path: Path | None) -> str:
@@ -367,7 +416,7 @@ def _parts(spec: StudySpec, scenario: Scenario) -> tuple[Part, Part]:
     return parts[0], parts[1]
 
 
-def _try(problem: Problem, trial: Trial) -> float:
+def _try(problem: Problem, trial: Trial) -> float | tuple[float, float]:
     parameters: dict[str, float] = {}
     for name, span in SPANS[problem.spec.policy].items():
         if span.whole:
@@ -377,12 +426,21 @@ def _try(problem: Problem, trial: Trial) -> float:
     order: str = problem.scenario.queue_order.name
     if problem.spec.tune_order:
         order = str(trial.suggest_categorical("queue_order", ["fcfs", "srpt", "slack"]))
+    if problem.spec.tune_shape:
+        for name, (low, high) in spans(problem.scenario).items():
+            trial.suggest_int(name, low, high)
+    shape = Shape(trial.params.get(PREFILL), trial.params.get(PEER))
+    both = problem.spec.goal == "pareto"
     try:
-        return problem.score(parameters, order, problem.training).value
+        score = problem.score(parameters, order, problem.training, shape)
     except ConfigError as error:
         if not error.message.startswith("infeasible"):
             raise
-        return LOST
+        return (LOST, LOST) if both else LOST
+    if not both:
+        return score.value
+    assert score.cost is not None
+    return score.value, score.cost
 
 
 def _excess(scenario: Scenario, summary: Summary) -> float:
@@ -393,9 +451,9 @@ def _excess(scenario: Scenario, summary: Summary) -> float:
 
 
 def _defaults(policy: str) -> dict[str, float]:
-    usual = PolicySettings()
+    settings = PolicySettings()
     return {
-        name: min(max(getattr(usual, name), span.low), span.high)
+        name: min(max(getattr(settings, name), span.low), span.high)
         for name, span in SPANS[policy].items()
     }
 

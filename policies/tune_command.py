@@ -11,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from policies.policy_file import Made, PolicyFile, to_yaml
-from policies.study import Progress, Score, StudySpec, Tuned, tune
+from policies.study import Progress, Score, StudySpec, Tuned, search, tune
 from prfaas.errors import ConfigError
 
 EVERY_S = 2.0
 """Between two lines about how far a study is."""
-UNITS = {"rate": "requests/s", "ttft": "s of mean TTFT", "cost": "for a million requests"}
+UNITS = {
+    "rate": "requests/s",
+    "ttft": "s of mean TTFT",
+    "cost": "for a million requests",
+    "pareto": "requests/s",
+}
 
 
 def _silent(line: str) -> None:
@@ -44,6 +49,8 @@ def run_tune(options: TuneOptions, as_json: bool, say: Callable[[str], None] = _
     if options.trials < 1 or options.jobs < 1:
         raise ConfigError("a study needs at least one trial and one process")
     reporter = Reporter(options.spec.goal, say)
+    if options.spec.goal == "pareto":
+        return _front(options, as_json, reporter)
     tuned = tune(
         options.spec,
         options.storage,
@@ -59,6 +66,27 @@ def run_tune(options: TuneOptions, as_json: bool, say: Callable[[str], None] = _
 
         write_report(tuned, options.report)
     return json.dumps(as_data(tuned), indent=2) + "\n" if as_json else to_text(tuned)
+
+
+def _front(options: TuneOptions, as_json: bool, reporter: Reporter) -> str:
+    from policies import front
+
+    if options.write is not None or options.report is not None:
+        raise ConfigError(
+            "--write and --report take one best, and a Pareto front has several: "
+            "tune with --goal rate or cost for them"
+        )
+    found = front.front_of(
+        *search(
+            options.spec,
+            options.storage,
+            options.trials,
+            options.jobs,
+            name=options.study,
+            told=reporter.tell,
+        )
+    )
+    return json.dumps(front.as_data(found), indent=2) + "\n" if as_json else front.to_text(found)
 
 
 class Reporter:
@@ -83,7 +111,7 @@ class Reporter:
         if progress.best is None:
             line += ", none holds the objectives"
         else:
-            best = -progress.best if self._goal == "rate" else progress.best
+            best = -progress.best if self._goal in ("rate", "pareto") else progress.best
             line += f", best {best:.4g} {UNITS[self._goal]}"
         if done < trials:
             left_s = (now - self._began) / (done - self._first) * (trials - done)
@@ -95,6 +123,9 @@ def policy_file(tuned: Tuned, options: TuneOptions) -> PolicyFile:
     """The best parameters, for a gateway."""
     spec = tuned.spec
     workload = str(spec.trace.name if spec.trace else "generated")
+    shape = "".join(
+        f", {value} {name}" for name, value in asdict(tuned.shape).items() if value is not None
+    )
     return PolicyFile(
         policy_version=1,
         policy=spec.policy,
@@ -102,7 +133,7 @@ def policy_file(tuned: Tuned, options: TuneOptions) -> PolicyFile:
         made=Made(
             study=options.study or "",
             scenario=spec.scenario,
-            workload=f"{workload}, first {spec.train_share:.0%}; order {tuned.queue_order}",
+            workload=f"{workload}, first {spec.train_share:.0%}; order {tuned.queue_order}{shape}",
             objective=spec.goal,
             trials=tuned.trials,
             trained=shown(tuned, tuned.trained),
@@ -131,6 +162,7 @@ def as_data(tuned: Tuned) -> dict[str, Any]:
         "scenario": tuned.spec.scenario,
         "parameters": dict(tuned.parameters),
         "queue_order": tuned.queue_order,
+        "shape": asdict(tuned.shape),
         "trials": tuned.trials,
         "history": list(tuned.history),
         **{
@@ -149,6 +181,8 @@ def to_text(tuned: Tuned) -> str:
     unit = UNITS[tuned.spec.goal]
     lines = [f"{tuned.spec.policy}, {tuned.trials} trials, queue order {tuned.queue_order}"]
     lines += [f"  {name}: {rounded(value)}" for name, value in tuned.parameters.items()]
+    shape = asdict(tuned.shape).items()
+    lines += [f"  {name} of the site: {value}" for name, value in shape if value is not None]
     for what, score in (
         ("trained on", tuned.trained),
         ("tested on the rest", tuned.tested),

@@ -144,11 +144,11 @@ def simulate(
 @click.option("--policy", default="priced", show_default=True, help="Policy to tune.")
 @click.option(
     "--goal",
-    type=click.Choice(["rate", "ttft", "cost"]),
+    type=click.Choice(["rate", "ttft", "cost", "pareto"]),
     default="rate",
     show_default=True,
     help="Most requests a second within the scenario's objectives, least mean TTFT within them at "
-    "the workload's rate, or least cost of a million requests.",
+    "the workload's rate, least cost of a million requests, or the best of rate and cost.",
 )
 @click.option("--trace", type=_FILE, help="Workload from a trace; default: the scenario's own.")
 @click.option("--trace-format", help="mooncake, azure or request-log; default: seen in the file.")
@@ -163,6 +163,9 @@ def simulate(
     "--queue-order",
     type=click.Choice(["fcfs", "srpt", "slack", "search"]),
     help="Of all prefill queues; search: find the best; default: the scenario's.",
+)
+@click.option(
+    "--shape", is_flag=True, help="Search the split of D's nodes and the peer's instances too."
 )
 @click.option("--trials", type=click.IntRange(1), default=50, show_default=True, help="In all.")
 @click.option("--jobs", type=click.IntRange(1), help="Processes; default: one for each core.")
@@ -181,11 +184,12 @@ def simulate(
 def tune(
     scenario: str,
     policy: str,
-    goal: Literal["rate", "ttft", "cost"],
+    goal: Literal["rate", "ttft", "cost", "pareto"],
     trace: Path | None,
     trace_format: str | None,
     train_share: float,
     queue_order: str | None,
+    shape: bool,
     trials: int,
     jobs: int | None,
     storage: str,
@@ -209,6 +213,7 @@ def tune(
         goal,
         None if search else queue_order,
         search,
+        shape,
         trace,
         trace_format,
         train_share,

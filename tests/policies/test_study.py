@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -277,3 +278,68 @@ def test_simulate_takes_the_policy_file(tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     assert [row["policy"] for row in json.loads(done.stdout)] == ["priced"]
+
+
+PRICES = {
+    "local_instance_per_hour": 10.0,
+    "remote_instance_per_hour": 30.0,
+    "egress_per_gb": 0.01,
+}
+
+
+def test_the_shape_of_a_site_is_searched_and_kept(tmp_path: Path) -> None:
+    """One node of eight that prefills is far too few, so the study has to find more."""
+    starved = {
+        "local": {"prefill": "paper-h20", "instances": 8, "prefill_instances": 1},
+        "workload": {"requests": 200, "arrivals": {"rate_per_s": 0.4}},
+    }
+    wanted = spec(tmp_path, policy="always_local", scenario=starved, tune_shape=True)
+    tuned = tune(wanted, str(tmp_path / "s.journal"), 6, 1)
+    assert tuned.shape.prefill_instances is not None
+    assert tuned.shape.prefill_instances > 1
+    assert tuned.shape.peer_instances in range(1, 5)
+    assert tuned.parameters == {}
+    assert tuned.tested.summary.ttft_mean_s < tuned.default_tested.summary.ttft_mean_s
+    problem = Problem.read(wanted).shaped(tuned.shape)
+    assert problem.scenario.local.prefill_instances == tuned.shape.prefill_instances
+    again = problem.score(tuned.parameters, "fcfs", problem.testing)
+    assert again.summary == tuned.tested.summary
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        {"local": {"prefill": "paper-h20", "instances": 4, "colocated": True}, "peers": []},
+        {"local": {"prefill": "paper-h20", "instances": 4, "colocated": True},
+         "peers": [{"profile": "paper-h200", "instances": 1, "link": {"gbit_per_s": 1.0}}]},
+    ],
+)  # fmt: skip
+def test_a_site_without_a_shape_to_search_says_so(tmp_path: Path, scenario: Any) -> None:
+    with pytest.raises(ConfigError, match="nothing to search"):
+        Problem.read(spec(tmp_path, scenario=scenario, tune_shape=True))
+
+
+def test_a_front_has_a_higher_rate_only_at_a_higher_cost(tmp_path: Path) -> None:
+    changes = {"prices": PRICES, "workload": {"requests": 200, "arrivals": {"rate_per_s": 2.5}}}
+    arguments = [
+        "tune", scenario_file(tmp_path, **changes), "--policy", "length_threshold", "--goal",
+        "pareto", "--shape", "--trials", "6", "--jobs", "1",
+        "--storage", str(tmp_path / "s.journal"),
+    ]  # fmt: skip
+    done = CliRunner().invoke(cli, [*arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    data = json.loads(done.stdout)
+    assert data["trials"] == 6
+    points = data["front"]
+    assert points
+    assert all(
+        one["rate_per_s"] < other["rate_per_s"] and one["cost"] < other["cost"]
+        for one, other in pairwise(points)
+    )
+    assert all(1 <= point["shape"]["prefill_instances"] < 8 for point in points)
+    assert any(point["tested"] for point in points)
+    shown = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert len(shown.stdout.splitlines()) == 2 + len(points)
+    refused = CliRunner().invoke(cli, [*arguments, "--write", str(tmp_path / "p.yaml")])
+    assert isinstance(refused.exception, ConfigError)
+    assert "several" in refused.exception.message
