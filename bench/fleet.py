@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from bench.fleet_load import Asked, FleetLoad
+from bench.fleet_load import Asked, FleetLoad, drawn
 from bench.fleet_redis import add_redis_rows
 from bench.fleet_site import (
     BYTES_OF_ONE,
@@ -23,14 +24,15 @@ from bench.fleet_site import (
 )
 from bench.harness import Report, Samples, percentile, run_interleaved
 from policies.registry import make_policy
-from policies.scenario import load_scenario
-from policies.simulator.run import simulate, with_rate
+from policies.scenario import Profiles, Scenario, load_scenario
+from policies.simulator.run import simulate
+from policies.workload.request import Request
 from prfaas.settings import PolicySettings
 from prfaas.testing.redis_server import WHY_SKIPPED, RedisServer, found
 from prfaas.up.fleet_file import FleetFault
 from prfaas.up.fleet_processes import FleetProcesses
 
-ROUNDS = 5
+ROUNDS = 3
 PRFAAS: Instances = {"decode": 5, "prefill": 3, "remote": 4}
 HOMOGENEOUS: Instances = {"decode": 3, "prefill": 9, "remote": 0}
 """The optima of the paper's Table 6: 12 instances each."""
@@ -38,12 +40,11 @@ PAPER_RATE = 3.24
 """Requests a second there, at the optimum."""
 LOAD = 0.7
 CLIENTS = 160
-WARM_S, COUNTED_S, LOADED_S = 15.0, 20.0, 25.0
+WARM_S, COUNTED_S, LOADED_S = 25.0, 30.0, 50.0
 QUICK_S = 10.0
-FAULT_AT_S = 5.0
-FAULT_S = 20.0
+FAULT_AT_S = 8.0
+FAULT_S = 32.0
 REDIS_DOWN_S = 60.0
-SIMULATED_REQUESTS = 8000
 SEED = 7
 
 
@@ -83,6 +84,7 @@ class FleetBench:
         self._rounds = 1 if quick else ROUNDS
         self._seed = SEED
         self._rate = LOAD * PAPER_RATE / TIME_SCALE
+        self._loaded_s = QUICK_S if quick else LOADED_S
 
     async def run(self) -> None:
         """All rows."""
@@ -95,8 +97,8 @@ class FleetBench:
             arms = {
                 "throughput.prfaas": partial(self._throughput, urls[:1]),
                 "throughput.homogeneous": partial(self._throughput, other.plan.gateway_urls),
-                "p90_ttft.1_gateway": partial(self._p90_ttft, urls[:1]),
-                "p90_ttft.3_gateways": partial(self._p90_ttft, urls),
+                "p90_ttft.1_gateway": partial(self._p90_ttft, urls[:1], itertools.count()),
+                "p90_ttft.3_gateways": partial(self._p90_ttft, urls, itertools.count()),
             }
             samples = await run_interleaved(arms, self._rounds, say, seed=SEED)
             self._add_rates(samples)
@@ -110,10 +112,12 @@ class FleetBench:
             rate = await load.saturated(CLIENTS, warm_s, counted_s)
         return rate * TIME_SCALE
 
-    async def _p90_ttft(self, urls: Sequence[str]) -> float:
-        """P90 of TTFT at LOAD of the paper's rate, in the paper's seconds."""
-        async with FleetLoad(urls, self._next_seed()) as load:
-            answers = await load.at_rate(self._rate, QUICK_S if self._quick else LOADED_S)
+    async def _p90_ttft(self, urls: Sequence[str], rounds: Iterator[int]) -> float:
+        """P90 of TTFT at LOAD of the paper's rate, in the paper's seconds. In one round all arms
+        have prompts of the same lengths at the same times.
+        """
+        async with FleetLoad(urls, next(rounds), words=self._next_seed()) as load:
+            answers = await load.at_rate(self._rate, self._loaded_s)
         failed = [one.failure for one in answers if one.failure]
         if failed:
             raise RuntimeError(f"{len(failed)} requests failed: {failed[0]}")
@@ -148,19 +152,23 @@ class FleetBench:
         )
 
     def _add_simulated(self, live: Samples) -> None:
-        """The simulator on the same fleet, which is told nothing of what was measured."""
-        scenario, profiles = load_scenario(str(simulated_site(self._directory, **PRFAAS)))
-        scenario = with_rate(scenario, self._rate)
-        workload = scenario.workload.model_copy(update={"requests": SIMULATED_REQUESTS})
-        policy = make_policy(PolicySettings(name="least_ttft", min_uncached_tokens=1))
-        summary = simulate(scenario, profiles, workload.stream(), policy).summary()
-        predicted = paper_seconds(summary.ttft_p90_s)
+        """The simulator on the same fleet and the same requests, round by round; it is told nothing
+        of what was measured.
+        """
+        site = load_scenario(str(simulated_site(self._directory, **PRFAAS)))
+        predicted = Samples(
+            tuple(
+                simulated_p90_ttft(site, drawn(seed, self._rate, self._loaded_s))
+                for seed in range(len(live.values))
+            )
+        )
+        ratios = Samples(tuple(a / b for a, b in zip(live.values, predicted.values, strict=True)))
         self._report.add(
             "live_over_simulated.p90_ttft",
-            live.median / predicted,
+            ratios.median,
             "ratio",
-            f"live {live.median:.2f} s ({live.spread}), simulated {predicted:.2f} s over "
-            f"{SIMULATED_REQUESTS} requests with the profiles as they are",
+            f"{ratios.spread}; live {live.median:.2f} s ({live.spread}), simulated with the same "
+            f"requests and the profiles as they are {predicted.median:.2f} s ({predicted.spread})",
         )
 
     async def _add_faults(self, fleet: FleetProcesses) -> None:
@@ -210,3 +218,10 @@ class FleetBench:
             answers = await asked
         await fleet.wait_paired()
         return answers
+
+
+def simulated_p90_ttft(site: tuple[Scenario, Profiles], requests: Sequence[Request]) -> float:
+    """In the paper's seconds."""
+    policy = make_policy(PolicySettings(name="least_ttft", min_uncached_tokens=1))
+    rows = simulate(*site, requests, policy).rows
+    return paper_seconds(percentile([row.ttft_s for row in rows], 90))

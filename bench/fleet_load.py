@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from bench.fleet_site import MODEL, PAPER_LENGTHS, output_tokens, prompt_tokens
+from policies.workload.request import Request
 from prfaas.errors import PrfaasError
 from prfaas.up.client import OpenAIClient, StreamedAnswer
 
@@ -28,13 +29,15 @@ class Asked:
 
 
 class FleetLoad:
-    """Clients of a fleet's gateways; close with `async with`. Prompts are drawn from `seed`."""
+    """Clients of a fleet's gateways; close with `async with`. Lengths and times are drawn from
+    `seed`, texts from `words` (none: from `seed`).
+    """
 
-    def __init__(self, urls: Sequence[str], seed: int) -> None:
+    def __init__(self, urls: Sequence[str], seed: int, words: int | None = None) -> None:
         self._urls = tuple(urls)
         self._lengths = random.Random(f"lengths {seed}")
         self._gaps = random.Random(f"gaps {seed}")
-        self._words = random.Random(f"words {seed}")
+        self._words = random.Random(f"words {seed if words is None else words}")
         self._clients: list[OpenAIClient] = []
         self._stack = AsyncExitStack()
         self._turn = 0
@@ -51,11 +54,11 @@ class FleetLoad:
     async def at_rate(self, rate_per_s: float, seconds: float) -> list[Asked]:
         """Poisson arrivals for so long, each gateway in turn; all answers."""
         loop = asyncio.get_running_loop()
-        began, at = loop.time(), 0.0
+        began = loop.time()
         tasks: list[asyncio.Task[Asked]] = []
-        while (at := at + self._gaps.expovariate(rate_per_s)) < seconds:
+        for at in _arrivals(self._gaps, rate_per_s, seconds):
             await asyncio.sleep(began + at - loop.time())
-            tasks.append(asyncio.create_task(self._ask()))
+            tasks.append(asyncio.create_task(self._ask(_length(self._lengths))))
         return await asyncio.gather(*tasks)
 
     async def saturated(self, clients: int, warm_s: float, seconds: float) -> float:
@@ -69,7 +72,7 @@ class FleetLoad:
 
         async def client() -> None:
             while True:
-                ended.append(await self._ask())
+                ended.append(await self._ask(_length(self._lengths)))
 
         tasks = [asyncio.create_task(client()) for _ in range(clients)]
         try:
@@ -84,10 +87,9 @@ class FleetLoad:
         counted = [one for one in ended if start <= one.done_s < start + seconds]
         return len(counted) / seconds
 
-    async def _ask(self) -> Asked:
+    async def _ask(self, tokens: int) -> Asked:
         """One request to the next gateway."""
         at, self._turn = self._turn % len(self._urls), self._turn + 1
-        tokens = prompt_tokens(PAPER_LENGTHS.draw(self._lengths))
         prompt = "".join(self._words.choices(string.ascii_lowercase, k=tokens))
         loop = asyncio.get_running_loop()
         sink = StreamedAnswer("", 0.0)
@@ -100,3 +102,23 @@ class FleetLoad:
             failure = exc.message
         ttft_s = float("inf") if sink.first_event_at is None else sink.ttft_s
         return Asked(self._urls[at], sent_s, loop.time(), ttft_s, failure)
+
+
+def drawn(seed: int, rate_per_s: float, seconds: float) -> list[Request]:
+    """What `FleetLoad.at_rate` asks with this seed, for the simulator."""
+    lengths, gaps = random.Random(f"lengths {seed}"), random.Random(f"gaps {seed}")
+    return [
+        Request(number, at, _length(lengths), output_tokens())
+        for number, at in enumerate(_arrivals(gaps, rate_per_s, seconds))
+    ]
+
+
+def _arrivals(gaps: random.Random, rate_per_s: float, seconds: float) -> Iterator[float]:
+    """Poisson, until `seconds`."""
+    at = 0.0
+    while (at := at + gaps.expovariate(rate_per_s)) < seconds:
+        yield at
+
+
+def _length(lengths: random.Random) -> int:
+    return prompt_tokens(PAPER_LENGTHS.draw(lengths))

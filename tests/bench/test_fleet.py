@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.fleet import HOMOGENEOUS, PRFAAS
+from bench.fleet_load import Asked, FleetLoad, drawn
 from bench.fleet_site import (
     BYTES_OF_ONE,
     LINK_MBIT_S,
@@ -56,3 +57,22 @@ def test_the_fleets_have_as_many_instances_as_the_papers(
     for peer in plan.fleet.peers:
         live = load_profile(tmp_path / peer.engine["paced"])
         assert profiles.peers[peer.name].prefill == live.prefill
+
+
+async def test_the_simulator_gets_the_requests_that_the_fleet_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+
+    async def ask(self: FleetLoad, tokens: int) -> Asked:
+        asked.append(tokens)
+        return Asked("", 0.0, 0.0, 0.0)
+
+    monkeypatch.setattr(FleetLoad, "_ask", ask)
+    for words in (1, 2):
+        await FleetLoad(["http://x"], 5, words).at_rate(200.0, 0.2)
+        requests = drawn(5, 200.0, 0.2)
+        assert asked == [request.prompt_tokens for request in requests]
+        assert len(asked) > 20
+        assert requests[0].arrival_s < requests[-1].arrival_s < 0.2
+        asked.clear()
