@@ -75,7 +75,7 @@ def run(quick: bool) -> None:
             f"BENCH_ONLY: {only!r} is not one of {', '.join(k.name for k in kinds())}"
         )
     for kind in chosen:
-        asyncio.run(_kind(kind, report, 40 if quick else 220, quick))
+        asyncio.run(_kind(kind, report, 40 if quick else 200, quick))
     report.finish()
 
 
@@ -167,8 +167,8 @@ def _requests(kind: Kind, count: int, rate: float, seed: int) -> list[Request]:
     for number in range(count):
         at += draws.expovariate(rate)
         tokens = round(draws.lognormvariate(math.log(kind.median_tokens), kind.sigma))
-        low, high = kind.lengths[0] // 2, kind.lengths[-1]
-        rows.append(Request(number, at, min(max(tokens, low), high), kind.output_tokens))
+        tokens = min(max(tokens, kind.least_tokens), kind.most_tokens)
+        rows.append(Request(number, at, tokens, kind.output_tokens))
     return rows
 
 

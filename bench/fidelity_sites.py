@@ -28,7 +28,10 @@ class Kind:
     p90: bool
     """Whether the issue asks for P90 too."""
     lengths: tuple[int, ...]
-    """Characters of prompts that calibrate; requests have as many tokens at most."""
+    """Characters of prompts that calibrate."""
+    least_tokens: int
+    most_tokens: int
+    """Of requests; what calibrates has more."""
     median_tokens: int
     sigma: float
     output_tokens: int
@@ -43,10 +46,34 @@ class Kind:
 def kinds() -> Iterator[Kind]:
     """Paced first: it takes no cores to speak of."""
     yield Kind(
-        "paced", False, True, (256, 1024, 2048, 4096), 900, 0.7, 16, range(97, 123), 16, 40.0, 4.0
+        "paced",
+        False,
+        True,
+        (256, 1024, 2048, 4096),
+        128,
+        4096,
+        900,
+        0.7,
+        16,
+        range(97, 123),
+        16,
+        60.0,
+        4.0,
     )
     yield Kind(
-        "real", True, False, (400, 1200, 2400), 160, 0.6, 8, range(1000, 40000), 16, 200.0, 8.0
+        "real",
+        True,
+        False,
+        (400, 1600, 4000),
+        50,
+        550,
+        100,
+        0.6,
+        8,
+        range(1000, 40000),
+        16,
+        200.0,
+        8.0,
     )
 
 
@@ -55,7 +82,7 @@ def write_fleet(kind: Kind, directory: Path, model: Path | None) -> Path:
     near: dict[str, Any] = {"chunk_tokens": _CHUNK_TOKENS, "max_batch": kind.max_batch}
     far: dict[str, Any] = {"chunk_tokens": _CHUNK_TOKENS}
     if model is None:
-        for name, token_s in (("near", 6e-4), ("far", 2e-4)):
+        for name, token_s in (("near", 4e-4), ("far", 4e-4 / 3)):
             profile = {
                 "name": name,
                 "label": "estimate",
@@ -79,6 +106,8 @@ def write_fleet(kind: Kind, directory: Path, model: Path | None) -> Path:
     fleet = {
         "fleet_version": 1,
         "model": MODEL,
+        # In the simulation all that waits does so at an engine, and nothing is refused.
+        "limits": {"engine_active_requests": 0},
         "gateway": {"tokenizer": str(tokenizer), "short_body_bytes": 0},
         "engines": {"count": 1, "engine": near},
         "peers": [

@@ -24,7 +24,7 @@ def test_fleets_can_be_read(tmp_path: Path, kind: Kind) -> None:
     assert (fleet.engines.count, fleet.peers[0].instances) == (1, 1)
     if model is None:
         far, near = (load_profile(tmp_path / f"{name}.yaml") for name in ("far", "near"))
-        longest = kind.lengths[-1] + kind.output_tokens
+        longest = kind.most_tokens + kind.output_tokens
         assert far.prefill_s(longest) < near.prefill_s(longest)
 
 
@@ -34,7 +34,11 @@ def test_requests_repeat_and_stay_within_what_was_calibrated(kind: Kind) -> None
     assert rows == fidelity._requests(kind, 300, 2.0, seed=1)
     assert rows != fidelity._requests(kind, 300, 2.0, seed=2)
     assert rows[-1].arrival_s == pytest.approx(150, rel=0.2)
-    assert max(row.prompt_tokens for row in rows) <= kind.lengths[-1]
+    assert max(row.prompt_tokens for row in rows) <= kind.most_tokens
+    assert min(row.prompt_tokens for row in rows) >= kind.least_tokens
+    # A token is at most about six characters of the text that calibrates.
+    characters = kind.lengths[-1] if kind.name == "paced" else kind.lengths[-1] / 7
+    assert kind.most_tokens <= characters
 
 
 def test_errors_are_against_the_mean_of_real_runs(monkeypatch: pytest.MonkeyPatch) -> None:
