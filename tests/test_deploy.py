@@ -225,3 +225,17 @@ def test_every_metric_of_the_grafana_dashboard_exists() -> None:
             assert set(re.split(r", *", group)) <= mine, query
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
+
+
+def test_panels_of_the_grafana_dashboard_lie_beside_each_other() -> None:
+    panels = json.loads((DEPLOY / "grafana" / "prfaas.json").read_text())["panels"]
+    taken: dict[tuple[int, int], str] = {}
+    for panel in panels:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24, panel["title"]
+        for x in range(at["x"], at["x"] + at["w"]):
+            for y in range(at["y"], at["y"] + at["h"]):
+                assert taken.setdefault((x, y), panel["title"]) == panel["title"]
+        targets = panel.get("targets", [])
+        assert len({target["refId"] for target in targets}) == len(targets)
+        assert all(target["datasource"]["uid"] == "${datasource}" for target in targets)
