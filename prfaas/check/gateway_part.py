@@ -51,7 +51,7 @@ async def check_gateway(settings: Settings, parts: Parts, timeout_s: float) -> F
     files = own_files(gateway.tls, "client", "gateway.tls", findings)
     checks = [_engine(gateway, each, files, tokenizer, timeout_s) for each in gateway.engines]
     checks += [_peer(gateway, each, files, timeout_s) for each in gateway.peers]
-    checks.append(_state(gateway.state, parts))
+    checks.append(_state(gateway, parts))
     for found in await asyncio.gather(*checks):
         findings.add(found)
     return findings
@@ -315,8 +315,8 @@ async def _peer(
     return findings
 
 
-async def _state(state: StateSettings, parts: Parts) -> Findings:
-    findings = Findings()
+async def _state(gateway: GatewaySettings, parts: Parts) -> Findings:
+    findings, state = Findings(), gateway.state
     if state.redis is None or parts.reach_state is None:
         return findings
     try:
@@ -325,4 +325,11 @@ async def _state(state: StateSettings, parts: Parts) -> Findings:
         findings.fail("gateway.state.redis", exc.message, "see docs/state.md")
     else:
         findings.ok("gateway.state.redis", "answers")
+    untold = len(gateway.engines) > 1 and any(each.agent is None for each in gateway.engines)
+    if untold and state.share_prefixes and not gateway.cache_secret.get_secret_value():
+        findings.warn(
+            "gateway.cache_secret",
+            "is not set, so gateways do not tell each other which engine got what",
+            "set the same one at all of them, or gateway.state.share_prefixes to false",
+        )
     return findings
