@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from aiohttp import web
-from prometheus_client import CollectorRegistry
 
 from gateway.abilities import Abilities
 from gateway.admission import Admission, FallbackBudget
@@ -135,7 +134,7 @@ class Gateway:
             self.view,
             self.tenancy,
             self.policy,
-            self.metrics.state if worker is None else StateMetrics(CollectorRegistry()),
+            self.metrics.state if worker is None else StateMetrics(None),
             clock,
             store,
             prefixes,
@@ -183,6 +182,7 @@ class Gateway:
             self.metrics.workers.watch(place.name, place.generation, worker.link)
             if self.state is not None:
                 self.state.max_pause_s = WORKER_PAUSE_S
+                self.state.tells_links = False
         self.dashboard = Dashboard(
             Sources(
                 gateway,

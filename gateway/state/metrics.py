@@ -30,7 +30,8 @@ class StateSource(Protocol):
 class StateMetrics(Collector):
     """Counts for the event loop's thread alone; gauges have no samples where nothing is shared."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        """None: for nobody to see."""
         self._source: StateSource | None = None
         self._exchanges = Counter(
             "prfaas_gateway_state_exchanges",
@@ -61,8 +62,9 @@ class StateMetrics(Collector):
             "result",
             BUCKETS,
         )
-        registry.register(self._seconds)
-        registry.register(self)
+        if registry is not None:
+            registry.register(self._seconds)
+            registry.register(self)
 
     def watch(self, source: StateSource) -> None:
         """Read the gauges from here when scraped."""

@@ -24,7 +24,7 @@ from gateway.workers.messages import (
 )
 from prfaas.clock import Clock
 from prfaas.cluster_state import Report, Shared
-from prfaas.errors import ProtocolError, StateUnavailable
+from prfaas.errors import ConfigError, ProtocolError, StateUnavailable
 from prfaas.snapshot import Outcome
 
 logger = logging.getLogger(__name__)
@@ -115,6 +115,8 @@ class WorkerLink:
                     await self._heard(message)
             except ProtocolError as exc:
                 logger.error("the process that keeps the state speaks otherwise: %s", exc.message)
+            except Exception:  # all is told anew on the next connection
+                logger.exception("what the process that keeps the state told cannot be taken in")
             await self._lost(frames)
 
     async def exchange(self, report: Report) -> Shared:
@@ -187,8 +189,12 @@ class WorkerLink:
             hearers.view.disconnected(message.place)
 
     async def _applied(self, members: Members) -> None:
-        if self._hearers is not None:
+        if self._hearers is None:
+            return
+        try:
             await self._hearers.apply(members)
+        except ConfigError as exc:
+            logger.error("engines and peers stay as they are: %s", exc.message)
 
     async def _lost(self, frames: Frames[ToWorker]) -> None:
         """The connection is gone: what is known stays, and gets old."""

@@ -17,6 +17,7 @@ from gateway.members import Members
 from gateway.metrics import GatewayMetrics
 from gateway.state.starting import redis_store
 from gateway.state.sync import StateSync
+from gateway.upstream import HttpUpstream
 from gateway.workers.dashboard import DashboardPart
 from gateway.workers.everyone import Counted
 from gateway.workers.files import good_copies
@@ -45,6 +46,7 @@ class StateProcess:
         check_settings(settings)
         gateway, limits = settings.gateway, settings.limits
         files = open_files(gateway.tls, "client", "gateway.tls")
+        self._limits = limits
         self.metrics = GatewayMetrics()
         self.metrics.certificate_end.set_function(partial(ends_at, files))
         self.metrics.workers.watch(place.name, place.generation, None)
@@ -128,4 +130,6 @@ class StateProcess:
         return self.counted.families()
 
     async def _members_changed(self, members: Members) -> None:
+        for engine in members.engines:  # what workers could not take over is refused here
+            HttpUpstream.to(engine, self._limits)
         await self.watching.apply(members)

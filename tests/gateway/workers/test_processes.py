@@ -296,8 +296,8 @@ async def test_workers_serve_together_and_whoever_dies_is_missed_by_nobody(world
     await eventually(written_again, within_s=LONG_S)
     killed = workers["worker-0"]["pid"]
     os.kill(killed, signal.SIGKILL)
-    # What it was reading is lost with it; once it is gone, nobody is led there.
-    await eventually(lambda: killed not in world.children(), within_s=LONG_S)
+    # What it was reading is lost with it; once its last thread is gone, nobody is led there.
+    await eventually(lambda: not Path(f"/proc/{killed}").exists(), within_s=LONG_S)
     await eventually(lambda: serving_all_along(state=1, worker_0=1), within_s=LONG_S)
     total = STREAMS + asked
     await eventually(all_counted, within_s=LONG_S)
