@@ -40,7 +40,7 @@ from prfaas.errors import ConfigError
 from prfaas.layout import GroupKind, LayerGroup
 
 QUICK = Sizes((1024,) * 3, (384,), (512,) * 3, 100, 1, 192, 64, 24)
-QUICK_BIASED = Sizes((512,) * 2, (384,), (512,) * 2, 100, 1, 96, 32, 24)
+QUICK_BIASED = Sizes((1024,) * 2, (384,), (512,) * 2, 100, 1, 96, 32, 24)
 BIASED = Sizes((2048,) * 3, (768,) * 2, FULL.evaluate, 200, 1, 256, 96)
 SPEED_TOKENS = 512
 ROUNDS = 5
