@@ -175,6 +175,7 @@ def write_fleet(
         },
         "limits": {
             "gateway_max_in_flight": 4096,
+            "engine_active_requests": 0,
             "engine_max_waiting": 1024,
             "prefill_queue_sessions": 1024,
             "agent_max_sessions": 1024,
