@@ -74,7 +74,7 @@ if ask.prefixes_since then
     'ZRANGEBYSCORE', prefixes, '(' .. string.format('%.0f', from), '+inf', 'LIMIT', 0, READ)
   for _, batch in ipairs(found) do
     local seq, at, id = string.match(batch, '^(%d+)|(%d+)|([^|]*)|')
-    if #found == READ then upto = tonumber(seq) end
+    if #found == READ then upto = tonumber(seq) or upto end
     if id and id ~= ask.id then
       batches[#batches + 1] = string.format('%.0f|', now - at) .. string.sub(batch, #seq + #at + 3)
     end

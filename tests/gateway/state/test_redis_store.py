@@ -100,6 +100,11 @@ async def test_what_others_wrote_there_is_no_gateway_and_no_crash(server: RedisS
     await client.hset("{prfaas}:infos", "odd", "{]")
     heard = await Gateway(store, "b").tell()
     assert len(heard.members) == 3, "what cannot be read takes its share of budgets nevertheless"
+    for number, rubbish in enumerate(("text", "1|2|odd|\xc1", "1|2|odd|[", "|||", "9|9|odd|")):
+        await client.zadd("{prfaas}:prefixes", {rubbish: 1 + number})
+    await client.hset("{prfaas}:meta", "prefixes", 6)
+    heard = await Gateway(store, "c").tell()
+    assert (heard.prefixes, heard.prefixes_seq) == ((), 6)
     await client.delete("{prfaas}:buckets")
     await client.set("{prfaas}:buckets", "text")
     with pytest.raises(StateUnavailable, match="WRONGTYPE"):
