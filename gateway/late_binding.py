@@ -262,7 +262,7 @@ class LateBinding:
         it was to wait in the first place.
         """
         record = waiting.job.record
-        if len(record.moves) >= MOST_MOVES:
+        if len(record.moves) >= MOST_MOVES or self._gain_s(record) is None:
             return False
         if record.stream:
             return True

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from typing import Any
 
 import pytest
 
+from gateway.live_policy import Running
+from policies.registry import make_policy
+from prfaas.settings import PolicySettings
 from prfaas.snapshot import Outcome
 from prfaas.testing.gateway_setup import INSTANCE, PEER, PLACE, completion, until
 from prfaas.testing.scripted_engine import Script
@@ -23,8 +27,6 @@ TEXT = "Hello, world."
 
 
 def texts(answer: str) -> str:
-    import json
-
     events = [line[6:] for line in answer.splitlines() if line.startswith("data: {")]
     return "".join(json.loads(event)["choices"][0]["text"] for event in events)
 
@@ -195,6 +197,24 @@ async def test_a_policy_that_does_not_bind_late_moves_nothing(
         assert len(cluster.engine.seen) == 1
 
 
+async def test_a_policy_that_took_over_meanwhile_has_the_say(
+    cluster_of: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster_of() as cluster:
+        task = await wait_at_d(cluster)
+        policy = cluster.gateway.policy
+        other = make_policy(PolicySettings(name="always_local"))
+        policy._running["active"] = Running(other, 2)
+        cluster.p.change(queue_tokens=0, waiting=0)
+        feed = cluster.gateway.view.feeds[PLACE]
+        await until(lambda: feed.engine.queue_tokens == 0, "P's queue")
+        cluster.gateway.generation._attempts._binding.look()
+        assert len(cluster.engine.seen) == 1
+        assert "cannot say" not in caplog.text
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
 async def test_to_one_idle_peer_goes_the_one_that_gains_most(cluster_of: Any) -> None:
     async with cluster_of() as cluster:
         await decided_while(cluster, d_tokens=3000, p_tokens=90_000)
@@ -218,6 +238,7 @@ async def test_a_client_who_leaves_as_it_moves_is_gone(cluster_of: Any) -> None:
     async with cluster_of() as cluster:
         task = await wait_at_d(cluster)
         binding = cluster.gateway.generation._attempts._binding
+        binding.close()  # it looks when it is told to
         (waiting,) = binding._waiting.values()
         cluster.p.change(queue_tokens=0, waiting=0)
         feed = cluster.gateway.view.feeds[PLACE]
