@@ -60,8 +60,8 @@ async def running(model: Path, calibration: Path) -> AsyncIterator[Site]:
     always = {**dict(base.gateway.policy), "name": "always_remote"}
     # No bursts of the link meter: here the link is what the benchmark says it is.
     ds: dict[str, dict[str, Any]] = {
-        "raw": {"probe_bytes": 0, "codecs": ["raw"]},
-        "compact": {"probe_bytes": 0, "codec_calibration": calibration},
+        "raw": {"probe_bytes": 0, "slower_by": 0, "codecs": ["raw"]},
+        "compact": {"probe_bytes": 0, "slower_by": 0, "codec_calibration": calibration},
     }
     async with AsyncExitStack() as stack:
         stacks = {

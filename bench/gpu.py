@@ -22,6 +22,7 @@ import click
 from bench.harness import RESULTS, Report, Samples
 from bench.prompts import PromptSource, natural_text
 from bench.site import remote_answer
+from prfaas.codecs.native import native
 from prfaas.errors import PrfaasError
 from prfaas.settings import load_settings
 from prfaas.testing.tinymodel import make_tiny_model
@@ -156,6 +157,20 @@ class GpuBench:
         if equal != _EXACT_PROMPTS:
             raise PrfaasError(f"only {equal} of {_EXACT_PROMPTS} remote answers equal local ones")
 
+    async def codecs(self) -> None:
+        """What the GPU does of the codecs' work, and that it makes the CPU's bytes."""
+        import torch
+
+        from bench.gpu_codecs import measure
+
+        if native is None:
+            self._report.say("codecs: the C extension was not built, no rows")
+            return
+        tiny = self._size is TINY
+        if tiny:
+            self._report.say("codecs: stand-ins of streams and events, not a measurement")
+        measure(native, torch.device("cpu" if tiny else "cuda:0"), self._add)
+
     async def _ttft(self, place: OpenAIClient, tokens: int) -> float:
         answer: StreamedAnswer = await place.complete(
             self._prompts.cut(tokens), max_tokens=1, ignore_eos=True
@@ -177,7 +192,9 @@ async def _run(size: Size, device: str, device_name: str) -> None:
         plan = Stack.create(_plan(size, device, model), root)
         supervisor = await stack.enter_async_context(Supervisor(stop_grace_s=15.0))
         report.say(f"loading it twice on {device_name}")
-        await supervisor.start(plan.engines_and_agents(agent={"probe_bytes": 0}), _READY_TIMEOUT_S)
+        await supervisor.start(
+            plan.engines_and_agents(agent={"probe_bytes": 0, "slower_by": 0}), _READY_TIMEOUT_S
+        )
         always = {**dict(plan.plan.base.gateway.policy), "name": "always_remote"}
         gateway = plan.gateway(settings={"policy": always, "short_body_bytes": 0})
         await supervisor.start((gateway,), _READY_TIMEOUT_S)
@@ -190,7 +207,13 @@ async def _run(size: Size, device: str, device_name: str) -> None:
         prompts = PromptSource(tokens["tokens"], _SEED)
         bench = GpuBench(size, report, device_name, d_engine, remote, prompts)
         try:
-            for step in (bench.prefill, bench.decode, bench.exact, bench.pair):
+            for step in (
+                bench.codecs,
+                bench.prefill,
+                bench.decode,
+                bench.exact,
+                bench.pair,
+            ):
                 if time.monotonic() - started > _BUDGET_S:
                     raise PrfaasError(f"out of time before {step.__name__}")
                 await step()

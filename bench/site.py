@@ -72,7 +72,7 @@ async def running_site(say: Callable[[str], None]) -> AsyncIterator[Site]:
     d_core, p_core = engine_cores(plan.pin)
     say(f"engines pinned: D on core {d_core}, P on core {p_core}; everything else floats")
     # No bursts of the link meter: here the link is what the benchmark says it is.
-    quiet: dict[str, Any] = {"probe_bytes": 0}
+    quiet: dict[str, Any] = {"probe_bytes": 0, "slower_by": 0}
     always: dict[str, Any] = {"policy": {**dict(base.gateway.policy), "name": "always_remote"}}
     async with AsyncExitStack() as stack:
         directories = [

@@ -91,7 +91,7 @@ async def running_vllm_site(say: Callable[[str], None]) -> AsyncIterator[VllmSit
 
         say("starting five vLLMs, two agents and two gateways: a minute or two")
         # No bursts of the link meter: here the link is what the benchmark says it is.
-        d_agent = {"probe_bytes": 0, **_beside(main.d_engine_url, directory, "d")}
+        d_agent = {"probe_bytes": 0, "slower_by": 0, **_beside(main.d_engine_url, directory, "d")}
         await supervisor.start(
             (
                 *main.prefill_side(agent=_beside(main.p_engine_url, directory, "p"))[1:],

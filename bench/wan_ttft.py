@@ -124,7 +124,7 @@ async def _running_site(say: Callable[[str], None]) -> AsyncIterator[Site]:
         main = Stack.create(plan, Path(directory))
         supervisor = await stack.enter_async_context(Supervisor(stop_grace_s=_STOP_GRACE_S))
         say("starting P and D at both ends of an emulated link")
-        quiet: dict[str, Any] = {"probe_bytes": 0}
+        quiet: dict[str, Any] = {"probe_bytes": 0, "slower_by": 0}
         always: dict[str, Any] = {"policy": {**dict(base.gateway.policy), "name": "always_remote"}}
         await supervisor.start(
             (

@@ -415,6 +415,12 @@ class AgentSettings(Section):
         description="KV under way to this agent, or received and not decoded; sessions share it.",
     )
     verify_import: bool = Field(False, description="Read every import back and compare digests.")
+    slower_by: float = Field(
+        2.0,
+        ge=0,
+        description="A transfer that needs so many times as long for what is left as D would to "
+        "compute it is given up, where D may; 0: never.",
+    )
     hold_until_sealed: bool = Field(
         False, description="Baseline for benchmarks: no layer pipelining."
     )

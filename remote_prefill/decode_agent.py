@@ -273,6 +273,8 @@ class DecodeAgent:
                 clock=self.clock,
                 hold_until_sealed=self.settings.hold_until_sealed,
                 codecs=codecs_for(self.codecs, side.conn.hello),
+                recompute_s=self._mirror.prefill_s,
+                slower_by=self.settings.slower_by,
                 changed=self._mirror.publish,
                 ended=lambda job, outcome: self._ended(side, job, outcome),
             ),

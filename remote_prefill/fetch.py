@@ -31,6 +31,7 @@ from remote_prefill.peer_link import PeerLink, new_session_id
 from remote_prefill.receiver import Receiver
 from remote_prefill.staging import StagingExtent, StagingPool
 from remote_prefill.tally import Tally, reason_of
+from remote_prefill.worth_waiting import LOOK_S, SLOWER, RecomputeSeconds, WorthWaiting
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,9 @@ class FetchContext:
     clock: Clock
     hold_until_sealed: bool
     codecs: CodecSet
+    recompute_s: RecomputeSeconds
+    slower_by: float
+    """A transfer that is so much slower is given up; 0: never."""
     changed: Callable[[], None]
     """Called when staging was taken."""
     ended: Callable[[FetchJob, Outcome], None]
@@ -186,6 +190,8 @@ class FetchJob:
             self._reason = reason_of(error)
             if self._whole:
                 break  # only the seal did not come: there is nothing left to ask anybody for
+            if isinstance(error, PrefillTimeout) and error.phase == SLOWER:
+                break  # which is what D will do
         return error or PrefillTimeout("no time left for any instance", phase="total")
 
     @property
@@ -220,7 +226,7 @@ class FetchJob:
                 tenant=self.params.tenant,
                 traceparent=self.span.traceparent if self.span is not None else "",
             )
-            await link.fetch(
+            fetching = link.fetch(
                 request,
                 # Another number for each try: a Cancel of the last one must not hit this one.
                 session=new_session_id(),
@@ -230,6 +236,10 @@ class FetchJob:
                 deadline=deadline,
                 watch=receivers.append,
             )
+            if self.params.on_failure == "local" and self._context.slower_by > 0:
+                await self._while_worth_it(asyncio.ensure_future(fetching), staging, receivers)
+            else:
+                await fetching
             return None
         except PrfaasError as exc:
             link.suspect(exc)
@@ -243,6 +253,31 @@ class FetchJob:
                     whole = self._map.whole_end(receiver.machine.ledger.resumable)
                     self._watermark = max(self._watermark, whole)
             self._context.metrics.tries.labels(link.peer, link.instance, result).inc()
+
+    async def _while_worth_it(
+        self, fetching: asyncio.Future[None], staging: StagingMap, receivers: list[Receiver]
+    ) -> None:
+        """Until it has ended. Raises what it does, or that D computes the rest sooner."""
+        worth, now = WorthWaiting(self._context.slower_by), self._context.clock.now
+        try:
+            while not (await asyncio.wait({fetching}, timeout=LOOK_S))[0]:
+                if not receivers:
+                    continue
+                book = receivers[-1].machine.ledger
+                whole = max(self._watermark, staging.whole_end(book.resumable))
+                recompute_s = self._context.recompute_s(self.fetch.want - whole, whole)
+                wanted = book.layout.extent_bytes(book.start, book.end, book.chunk_tokens)
+                if not worth.look(now(), book.raw_bytes, wanted - book.raw_bytes, recompute_s):
+                    raise PrefillTimeout(
+                        f"{wanted - book.raw_bytes} bytes are still to come, and D computes the "
+                        f"rest in {recompute_s:.3g} s",
+                        phase=SLOWER,
+                    )
+            await fetching
+        finally:
+            if not fetching.done():
+                fetching.cancel()
+                await asyncio.gather(fetching, return_exceptions=True)
 
     def _map_for(self, link: PeerLink, chunk_tokens: int, extent: StagingExtent) -> StagingMap:
         """Where what an instance sends has its places. Raises IncompatibleLayout where it has other

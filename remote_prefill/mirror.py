@@ -79,6 +79,20 @@ class EngineMirror:
         else:
             self._feed.change_index(stored, removed)
 
+    def prefill_s(self, uncached: int, cached: int) -> float | None:
+        """Until the engine has computed so many tokens behind its queue; None where it is not known
+        how fast it is.
+        """
+        if self._conn is None or self._stats is None:
+            return None
+        stats, chunk_tokens = self._stats, self._conn.hello.chunk_tokens
+        curve = _curve(stats, chunk_tokens)
+        if not curve.known or chunk_tokens <= 0:
+            return None
+        chunks = -(-(stats.queue_tokens + uncached) // chunk_tokens)
+        steps_s = chunks * stats.decode_step_s if stats.running else 0.0
+        return curve.seconds(stats.queue_tokens) + curve.seconds(uncached, cached) + steps_s
+
     def publish(self) -> None:
         """Tell the feed how things stand."""
         conn, stats = self._conn, self._stats

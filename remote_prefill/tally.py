@@ -8,6 +8,7 @@ from prfaas.codecs import CodecSet, Quality, base_name
 from prfaas.errors import PrfaasError
 from remote_prefill.peer_link import PeerLink
 from remote_prefill.receiver import Receiver
+from remote_prefill.worth_waiting import SLOWER
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Tally:
         self.add_phase(name, end_s - start_s)
 
 
-_PHASES = frozenset({"connect", "queue", "first_frame", "progress", "total", "lease"})
+_PHASES = frozenset({"connect", "queue", "first_frame", "progress", "total", "lease", SLOWER})
 
 
 def reason_of(error: PrfaasError) -> str:

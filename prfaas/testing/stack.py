@@ -310,7 +310,8 @@ def running_stack(
     specs = (
         *stack.engines_and_agents(
             prefill_port=prefill_port,
-            agent={"metrics_port": d_metrics, **(agent or {})},
+            # What these tests break or slow down is to come all the same.
+            agent={"metrics_port": d_metrics, "slower_by": 0, **(agent or {})},
             d_engine=d_engine,
             p_engine=p_engine,
             prefill={"metrics_port": p_metrics, **(prefill or {})},

@@ -94,6 +94,7 @@ def vllm_decode_stack(
     prefill_port = link_port if link is not None else None
     d_agent = {
         "metrics_port": d_metrics,
+        "slower_by": 0,
         "verify_import": True,
         "engine": "vllm",
         "vllm": {

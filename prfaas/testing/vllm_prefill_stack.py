@@ -93,7 +93,7 @@ def vllm_prefill_stack(
     plan = StackPlan(base, model, "test-model", threads=1, pin=False)
     stack = Stack.create(plan, directory)
     d_metrics, p_metrics = free_ports(2)
-    d_agent = {"metrics_port": d_metrics, "verify_import": True}
+    d_agent = {"metrics_port": d_metrics, "verify_import": True, "slower_by": 0}
     p_agent = {"metrics_port": p_metrics, **_beside_vllm(stack.p_engine_url, directory, "p")}
     if d_vllm is not None:
         d_agent |= _beside_vllm(stack.d_engine_url, directory, "d")

@@ -114,6 +114,8 @@ class Rig:
             clock=SYSTEM_CLOCK,
             hold_until_sealed=False,
             codecs=CodecSet([RAW]),
+            recompute_s=lambda uncached, cached: None,
+            slower_by=2.0,
             changed=lambda: None,
             ended=lambda _, outcome: self.outcomes.append(outcome),
         )
