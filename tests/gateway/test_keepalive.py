@@ -1,7 +1,9 @@
 """Who waits for a stream hears comments, only between events, and none after the end."""
 
 import asyncio
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
 import pytest
 
@@ -9,9 +11,20 @@ from gateway.keepalive import COMMENT, Keepalives, KeepaliveSink
 from gateway.relay import write
 from prfaas.errors import Cancelled
 from prfaas.testing.gateway_setup import until
+from prfaas.testing.virtual_time import run_virtually
 
 HEADERS = {"content-type": "text/event-stream"}
 EVERY_S = 0.05
+
+
+def virtually(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """In virtual time: what is waited for takes as long as it says, on any machine."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        run_virtually(test())
+
+    return run
 
 
 class Client:
@@ -50,6 +63,7 @@ class Client:
         self.ended = True
 
 
+@virtually
 async def test_silence_is_broken_and_the_first_comment_commits() -> None:
     client = Client()
     sink = KeepaliveSink(client, HEADERS, Keepalives(EVERY_S))
@@ -71,6 +85,7 @@ async def test_silence_is_broken_and_the_first_comment_commits() -> None:
     await sink.close()
 
 
+@virtually
 async def test_a_stream_that_moves_has_no_comments() -> None:
     client = Client()
     sink = KeepaliveSink(client, HEADERS, Keepalives(EVERY_S * 4))
@@ -83,6 +98,7 @@ async def test_a_stream_that_moves_has_no_comments() -> None:
     assert COMMENT not in client.got
 
 
+@virtually
 async def test_a_comment_never_meets_an_event() -> None:
     client = Client(slow_s=EVERY_S * 1.5)
     sink = KeepaliveSink(client, HEADERS, Keepalives(EVERY_S))
@@ -95,6 +111,7 @@ async def test_a_comment_never_meets_an_event() -> None:
     assert client.got[:2] == [COMMENT, b"data: 1\n\n"]
 
 
+@virtually
 async def test_a_client_found_gone_is_told_to_who_writes_next() -> None:
     sink = KeepaliveSink(Client(gone=True), HEADERS, Keepalives(EVERY_S))
     await asyncio.sleep(EVERY_S * 3)
@@ -103,6 +120,7 @@ async def test_a_client_found_gone_is_told_to_who_writes_next() -> None:
     await sink.close()
 
 
+@virtually
 async def test_closing_ends_a_comment_under_way_and_its_error() -> None:
     for client in (Client(slow_s=60), Client(gone=True)):
         sink = KeepaliveSink(client, HEADERS, Keepalives(EVERY_S))
@@ -112,6 +130,7 @@ async def test_closing_ends_a_comment_under_way_and_its_error() -> None:
         assert client.got == []
 
 
+@virtually
 async def test_one_timer_serves_streams_of_any_age() -> None:
     keepalives = Keepalives(EVERY_S)
     clients: list[Client] = []
