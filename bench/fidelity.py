@@ -16,7 +16,15 @@ from pathlib import Path
 
 import yaml
 
-from bench.fidelity_sites import MODEL, Kind, kinds, write_fleet
+from bench.fidelity_sites import (
+    CALIBRATED_BY,
+    LOADED_BY,
+    MODEL,
+    Kind,
+    kinds,
+    write_fleet,
+    write_policy,
+)
 from bench.harness import Report, percentile
 from local_engine.demo_model import fetch_demo_model
 from policies.registry import make_policy
@@ -24,6 +32,7 @@ from policies.scenario import Objectives, Profiles, Scenario, load_scenario
 from policies.simulator.capacity import capacity
 from policies.simulator.run import simulate
 from policies.workload.request import Request
+from prfaas.clock import Deadline
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.limits import Limits
 from prfaas.settings import PolicySettings
@@ -51,6 +60,7 @@ class Fleet:
     """A running fleet and how to reach it."""
 
     kind: Kind
+    directory: Path
     gateway: OpenAIClient
     engine: OpenAIClient
 
@@ -85,11 +95,13 @@ async def _kind(kind: Kind, report: Report, requests: int, quick: bool) -> None:
         samples: Samples | None = None
         for number, load in enumerate(LOADS[-1:] if quick else LOADS):
             plan = Plan(MODEL, kind.lengths, rounds=2 if quick else 3, seed=number)
+            await _decided_by(fleet, CALIBRATED_BY)
             found = await measure(fleet.gateway, fleet.engine, plan, report.say)
             samples = found if samples is None else _joined(samples, found)
             site = _site(kind, samples)
             rate = load * _capacity(kind, *site, requests)
             rows = _requests(kind, requests, rate, seed=number)
+            await _decided_by(fleet, LOADED_BY)
             runs = [await _measured(fleet, rows, seed=10 * number + at) for at in range(RUNS)]
             errors.append(_error(kind, load, rate, site, rows, runs, report))
     for name, goal in GOALS.items():
@@ -125,7 +137,21 @@ async def _running(kind: Kind, report: Report) -> AsyncIterator[Fleet]:
         ]
         # The link is measured by bursts at first, and D's and P's curves as they warm up.
         await wait_cluster(clients[0], "curves and goodput", known, _MEASURED_TIMEOUT_S)
-        yield Fleet(kind, *clients)
+        yield Fleet(kind, folder, *clients)
+
+
+async def _decided_by(fleet: Fleet, policy: str) -> None:
+    """Let the gateway take over a policy, and wait until it has. Raises PrfaasError."""
+    write_policy(fleet.directory, policy)
+    prompt = [fleet.kind.token_ids[0]] * fleet.kind.least_tokens
+    deadline = Deadline.after(_MEASURED_TIMEOUT_S)
+    while not deadline.expired():
+        answer = await fleet.gateway.complete(prompt, max_tokens=1, model=MODEL)
+        record = await fleet.gateway.get(f"/prfaas/requests/{answer.request_id}")
+        if record["policy"] == policy:
+            return
+        await asyncio.sleep(0.2)
+    raise PrfaasError(f"the gateway does not take over the policy {policy}")
 
 
 def _joined(one: Samples, other: Samples) -> Samples:
@@ -155,7 +181,7 @@ def _capacity(kind: Kind, site: Scenario, found: Profiles, requests: int) -> flo
         site,
         found,
         lambda rate: _requests(kind, requests, rate, seed=99),
-        lambda: make_policy(PolicySettings()),
+        lambda: make_policy(PolicySettings(name=LOADED_BY)),
         Objectives(ttft_p90_s=kind.ttft_p90_s),
         start_rate_per_s=1.0,
     ).rate_per_s
@@ -203,7 +229,7 @@ def _error(
     report: Report,
 ) -> Error:
     warm = math.ceil(WARM_UP_SHARE * len(rows))
-    result = simulate(*site, rows, make_policy(PolicySettings()))
+    result = simulate(*site, rows, make_policy(PolicySettings(name=LOADED_BY)))
     simulated = _figures([row.ttft_s for row in result.rows][warm:])
     measured = [_figures([answer.ttft_s for answer in run][warm:]) for run in runs]
     told = ", ".join(f"{name} {value:.3g}" for name, value in simulated.items())

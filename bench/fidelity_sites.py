@@ -13,6 +13,10 @@ import yaml
 MODEL = "fidelity"
 PEER = "far"
 RTT_MS = 20.0
+POLICY_FILE = "policy.yaml"
+CALIBRATED_BY = "always_remote"
+"""A pair of equals would keep at D whatever is asked while nobody waits."""
+LOADED_BY = "least_ttft"
 _TOKENIZER = Path(__file__).parents[1] / "deploy" / "profiles" / "byte-tokenizer"
 _KV = {"layers": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "max_context": 8192}
 """Of paced engines: 2 KiB a token."""
@@ -108,7 +112,11 @@ def write_fleet(kind: Kind, directory: Path, model: Path | None) -> Path:
         "model": MODEL,
         # In the simulation all that waits does so at an engine, and nothing is refused.
         "limits": {"engine_active_requests": 0},
-        "gateway": {"tokenizer": str(tokenizer), "short_body_bytes": 0},
+        "gateway": {
+            "tokenizer": str(tokenizer),
+            "short_body_bytes": 0,
+            "policy": {"file": str(directory / POLICY_FILE)},
+        },
         "engines": {"count": 1, "engine": near},
         "peers": [
             {
@@ -119,6 +127,14 @@ def write_fleet(kind: Kind, directory: Path, model: Path | None) -> Path:
             }
         ],
     }
+    write_policy(directory, LOADED_BY)
     file = directory / "fleet.yaml"
     file.write_text(yaml.safe_dump(fleet))
     return file
+
+
+def write_policy(directory: Path, name: str) -> None:
+    """The gateway takes it over within a second or two."""
+    new = directory / f"{POLICY_FILE}.new"
+    new.write_text(yaml.safe_dump({"policy_version": 1, "policy": name}))
+    new.replace(directory / POLICY_FILE)

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from bench import fidelity
-from bench.fidelity_sites import Kind, kinds, write_fleet
+from bench.fidelity_sites import (
+    CALIBRATED_BY,
+    LOADED_BY,
+    Kind,
+    kinds,
+    write_fleet,
+    write_policy,
+)
+from policies.policy_file import load_policy_file
 from prfaas.errors import ConfigError
 from prfaas.profile import load_profile
 from prfaas.up.client import StreamedAnswer
@@ -26,6 +34,14 @@ def test_fleets_can_be_read(tmp_path: Path, kind: Kind) -> None:
         far, near = (load_profile(tmp_path / f"{name}.yaml") for name in ("far", "near"))
         longest = kind.most_tokens + kind.output_tokens
         assert far.prefill_s(longest) < near.prefill_s(longest)
+
+
+def test_the_gateway_decides_as_the_bench_says_at_each_step(tmp_path: Path) -> None:
+    fleet = read_fleet(write_fleet(KINDS[0], tmp_path, None))
+    file = Path(fleet.gateway["policy"]["file"])
+    assert load_policy_file(file).policy == LOADED_BY
+    write_policy(tmp_path, CALIBRATED_BY)
+    assert load_policy_file(file).policy == CALIBRATED_BY
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
