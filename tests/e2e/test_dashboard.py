@@ -14,11 +14,11 @@ import pytest
 
 from prfaas.testing.browser import Page, find_chromium, open_page
 from prfaas.testing.redis_server import WHY_SKIPPED, RedisServer, found
+from prfaas.testing.small_fleet import MODEL, small_fleet
 from prfaas.up.fleet import FleetPlan
 from prfaas.up.fleet_file import Fleet, FleetFault, FleetLink
 from prfaas.up.fleet_processes import FleetProcesses
 
-PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
 CHROMIUM = find_chromium()
 
 pytestmark = pytest.mark.skipif(
@@ -36,31 +36,8 @@ LINKS = ROWS.format(
 
 
 def fleet(redis_url: str) -> Fleet:
-    paced = {"kv_memory_bytes": 16 << 20}
-    return Fleet.model_validate(
-        {
-            "fleet_version": 1,
-            "model": "small",
-            "gateway": {
-                "tokenizer": str(PROFILES / "byte-tokenizer"),
-                "short_body_bytes": 0,
-                "shadow": {"name": "always_local"},
-                "state": {"redis": redis_url},
-            },
-            "engines": {
-                "count": 2,
-                "engine": {**paced, "paced": str(PROFILES / "small-decode.yaml")},
-                "agent": {"staging_bytes": 16 << 20},
-            },
-            "peers": [
-                {
-                    "name": "fra",
-                    "engine": {**paced, "paced": str(PROFILES / "small-prefill.yaml")},
-                    "link": {"mbit_s": 200, "rtt_ms": 10},
-                }
-            ],
-        }
-    )
+    gateway = {"shadow": {"name": "always_local"}, "state": {"redis": redis_url}}
+    return Fleet.model_validate(small_fleet(gateway=gateway))
 
 
 async def traffic(url: str, stop: asyncio.Event) -> None:
@@ -71,7 +48,7 @@ async def traffic(url: str, stop: asyncio.Event) -> None:
         for at in itertools.count():
             if stop.is_set():
                 return
-            body = {"model": "small", "prompt": f"{at} " * 350, "max_tokens": 6, "stream": True}
+            body = {"model": MODEL, "prompt": f"{at} " * 350, "max_tokens": 6, "stream": True}
             async with session.post(f"{url}/v1/completions", json=body) as response:
                 await response.read()
 

@@ -15,42 +15,25 @@ from pathlib import Path
 import pytest
 import yaml
 
-PROFILES = Path(__file__).parents[2] / "deploy" / "profiles"
+from prfaas.testing.small_fleet import MODEL, small_fleet
+
 REQUESTS, WORKERS = 60, 8
 
 
 def write_fleet(directory: Path) -> Path:
     file = directory / "fleet.yaml"
-    paced = {"kv_memory_bytes": 16 << 20}
-    fleet = {
-        "fleet_version": 1,
-        "model": "small",
-        "gateway": {"tokenizer": str(PROFILES / "byte-tokenizer"), "short_body_bytes": 0},
-        "engines": {
-            "count": 2,
-            "engine": {**paced, "paced": str(PROFILES / "small-decode.yaml")},
-            "agent": {"staging_bytes": 16 << 20},
-        },
-        "peers": [
-            {
-                "name": "fra",
-                "engine": {**paced, "paced": str(PROFILES / "small-prefill.yaml")},
-                "link": {"mbit_s": 200, "rtt_ms": 10},
-            }
-        ],
-        "faults": [
-            {"at_s": 2.0, "do": "kill", "what": "d-0-engine"},
-            {"at_s": 2.5, "do": "link", "what": "fra", "drop": True},
-        ],
-    }
-    file.write_text(yaml.safe_dump(fleet))
+    faults = [
+        {"at_s": 2.0, "do": "kill", "what": "d-0-engine"},
+        {"at_s": 2.5, "do": "link", "what": "fra", "drop": True},
+    ]
+    file.write_text(yaml.safe_dump(small_fleet(faults=faults)))
     return file
 
 
 def ask(url: str, at: int) -> tuple[str, str]:
     """The last event, and the id by which the gateway remembers the request."""
     prompt = f"{at} " * 400
-    body = {"model": "small", "prompt": prompt, "max_tokens": 4, "stream": True}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "stream": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
