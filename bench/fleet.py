@@ -40,8 +40,8 @@ PAPER_RATE = 3.24
 """Requests a second there, at the optimum."""
 LOAD = 0.7
 CLIENTS = 160
-WARM_S, COUNTED_S, LOADED_S = 25.0, 30.0, 50.0
-QUICK_S = 10.0
+WARM_S, COUNTED_S, LOADED_S = 30.0, 40.0, 50.0
+QUICK_S = 20.0
 FAULT_AT_S = 8.0
 FAULT_S = 32.0
 REDIS_DOWN_S = 60.0
