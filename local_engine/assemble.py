@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,12 @@ import torch
 
 from local_engine.engine import Engine
 from local_engine.kv.pool import KvPool, pool_blocks, pool_state_slots, torch_dtype
+from local_engine.kv_encode import encoders_for
 from local_engine.loader import load_model
 from local_engine.paced import PacedRunner, answer_tokens
 from local_engine.paced_profile import PacedProfile, load_profile
 from local_engine.runner import ModelRunner, TorchRunner
+from prfaas.codecs import Calibration
 from prfaas.errors import ConfigError
 from prfaas.layout import KvLayout
 from prfaas.settings import EngineSettings, Settings
@@ -99,10 +101,12 @@ def _assemble(settings: Settings, engine_settings: EngineSettings, model: _Model
     )
     engine_version = package_version()
     if engine_settings.port_socket is not None:
+        encoders = encoders_for(pool.device, _calibration(engine_settings))
         hello = _hello(engine_settings, model, engine.epoch, max_context, engine_version)
+        hello = replace(hello, encodes=[encoder.name for encoder in encoders])
         path = str(engine_settings.port_socket)
         engine.attach_port(
-            EnginePort(path, hello, engine, max_queue=settings.limits.port_send_queue)
+            EnginePort(path, hello, engine, max_queue=settings.limits.port_send_queue), encoders
         )
     return Assembled(
         engine=engine,
@@ -228,6 +232,11 @@ def _hello(
         paced=bool(model.paced),
         max_running=settings.max_batch,
     )
+
+
+def _calibration(settings: EngineSettings) -> Calibration | None:
+    path = settings.codec_calibration
+    return None if path is None else Calibration.load(path)
 
 
 def _device(settings: EngineSettings) -> torch.device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from local_engine.admission import Admission
 from local_engine.answer import Answer
@@ -12,6 +12,7 @@ from local_engine.kv.blocks import BlockManager
 from local_engine.kv.events import CacheEventLog
 from local_engine.kv.pool import KvPool
 from local_engine.kv.state_book import StateBook
+from local_engine.kv_encode import KvEncoder
 from local_engine.kv_export import Export, ExportLimits, ExportRefused, KvExporter, invalid
 from local_engine.kv_import import KvImporter
 from local_engine.port import KvPort
@@ -27,12 +28,14 @@ from prfaas.errors import Cancelled, Overloaded, PrfaasError
 from prfaas.hashing import BlockHash
 from prfaas.limits import Limits
 from prfaas.settings import EngineSettings
+from prfaas_connect.device.staging import Staging
 from prfaas_connect.port.messages import (
     FetchDone,
     PortMessage,
     PrefillCancel,
     PrefillEnd,
     PrefillStart,
+    PrepareFor,
 )
 
 IDLE_MEASURE_SPREAD = 32
@@ -105,13 +108,19 @@ class EngineCore:
         self._generated_tokens = 0
         self._computed_tokens = 0
 
-    def attach(self, port: KvPort) -> None:
-        """Exchange KV through `port`; before the first step."""
+    def attach(
+        self, port: KvPort, staging: Staging | None = None, encoders: Iterable[KvEncoder] = ()
+    ) -> None:
+        """Exchange KV through `port`; before the first step. `staging`: of a pool that is on an
+        accelerator; `encoders`: what can be prepared there.
+        """
         self._port = port
         self._importer = KvImporter(
             self._pool, port, self._scheduler, self._clock, self._epoch, self._outcomes
         )
-        self._exporter = KvExporter(self._pool, port, self._states)
+        self._exporter = KvExporter(
+            self._pool, port, self._states, staging=staging, encoders=encoders
+        )
 
     # --- commands -------------------------------------------------------------------------------
 
@@ -178,6 +187,10 @@ class EngineCore:
                 self._fetch_done(message)
             case PrefillStart():
                 self._start_export(message, blob)
+            case PrepareFor():
+                asked = self._exports.get((message.session, message.epoch))
+                if asked is not None:
+                    asked.codec = message.codec
             case PrefillCancel():
                 export = self._exports.get((message.session, message.epoch))
                 if export is not None:
@@ -224,6 +237,11 @@ class EngineCore:
     def live(self) -> Iterator[Sequence]:
         """Every sequence that is not done, for inspection."""
         return self._scheduler.live()
+
+    @property
+    def copying(self) -> bool:
+        """KV is on its way from an accelerator: look again soon."""
+        return self._exporter is not None and self._exporter.copying
 
     @property
     def idle(self) -> bool:
@@ -406,8 +424,8 @@ class EngineCore:
     def _end_export(self, export: Export, status: str, reason: str = "") -> None:
         assert self._exporter is not None
         assert self._port is not None
-        last = export.end(status, reason)
         self._exporter.drop(export)
+        last = export.end(status, reason)
         self._scheduler.finish(export)
         del self._exports[export.key]
         self._port.send(last)

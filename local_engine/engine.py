@@ -7,7 +7,7 @@ import logging
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
@@ -18,6 +18,7 @@ from local_engine.admission import Admission
 from local_engine.answer import Answer
 from local_engine.core import EngineCore
 from local_engine.kv.pool import KvPool
+from local_engine.kv_encode import KvEncoder
 from local_engine.port import KvPort
 from local_engine.port_feed import MIN_INTERVAL_S, PortFeed
 from local_engine.requests import EngineRequest, EngineStats
@@ -27,6 +28,7 @@ from prfaas.clock import SYSTEM_CLOCK, Clock, Deadline
 from prfaas.errors import ContextTooLong, EngineUnavailable, InvalidRequest
 from prfaas.limits import Limits
 from prfaas.settings import EngineSettings
+from prfaas_connect.device.staging import Staging, TorchDevice
 from prfaas_connect.port.messages import PortMessage, RingFree, Welcome
 
 _LOG = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ _T = TypeVar("_T")
 
 # Between two looks at slow clients and stats while there is nothing to do.
 _IDLE_WAIT_S = 0.25
+_COPY_POLL_S = 0.001
 _CHECK_INTERVAL_S = 1.0
 _JOIN_TIMEOUT_S = 60.0
 
@@ -85,11 +88,15 @@ class Engine:
         self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    def attach_port(self, port: KvPort) -> None:
-        """Exchange KV through `port`, whose handler is this engine; before `start`. Owns it."""
+    def attach_port(self, port: KvPort, encoders: Iterable[KvEncoder] = ()) -> None:
+        """Exchange KV through `port`, whose handler is this engine; before `start`. Owns it.
+        `encoders`: what the port's Hello says can be prepared on the pool's accelerator.
+        """
         self._port = port
         self._feed = PortFeed(port, self._core.events, self._limits.watch_interval_s, self._clock)
-        self._core.attach(port)
+        device = self._pool.device
+        staging = None if device.type == "cpu" else Staging(TorchDevice(device))
+        self._core.attach(port, staging, encoders)
 
     def start(self) -> None:
         """Measure the prefill curve (seconds), then start the engine thread and the port."""
@@ -314,7 +321,8 @@ class Engine:
             if now - self._checked_at >= _CHECK_INTERVAL_S:
                 self._checked_at = now
                 self._check_quietly()
-        self._wake.wait(MIN_INTERVAL_S if self._feed and self._feed.pending else _IDLE_WAIT_S)
+        wait_s = MIN_INTERVAL_S if self._feed and self._feed.pending else _IDLE_WAIT_S
+        self._wake.wait(_COPY_POLL_S if self._core.copying else wait_s)
 
     def _tell_idle(self) -> None:
         for future in self._when_idle:

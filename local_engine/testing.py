@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from local_engine.answer import Answer
 from local_engine.core import EngineCore
 from local_engine.kv.pool import KvPool
 from local_engine.kv.table import BlockTable
+from local_engine.kv_encode import KvEncoder
 from local_engine.requests import EngineRequest, SamplingParams, TokenEvent
 from local_engine.runner import DecodeRow, LayerDone, ModelRunner, PrefillChunk
 from local_engine.sampler import Drawn
@@ -24,6 +25,7 @@ from prfaas.limits import Limits
 from prfaas.settings import EngineSettings
 from prfaas.testing.clock import ManualClock
 from prfaas.testing.fake_port import FakePort
+from prfaas_connect.device.staging import Staging
 from prfaas_connect.port.messages import Fetch, FetchDone, PrefillEnd, PrefillStart, Record
 
 CHAIN_LAYERS = 3
@@ -222,6 +224,8 @@ class CoreHarness:
         layout: KvLayout = CHAIN_LAYOUT,
         state_slots: int = 16,
         make_runner: Callable[[KvPool], ModelRunner] | None = None,
+        staging: Staging | None = None,
+        encoders: Iterable[KvEncoder] = (),
         **settings: Any,
     ) -> None:
         self.clock = ManualClock()
@@ -239,7 +243,7 @@ class CoreHarness:
             vocab_size=CHAIN_VOCAB, max_context=max_context, epoch="e0", clock=self.clock,
         )  # fmt: skip
         if port is not None:
-            self.core.attach(port)
+            self.core.attach(port, staging, encoders)
         self.streams: dict[str, ListStream] = {}
         self.prompts: dict[str, tuple[int, ...]] = {}
         self.reads = True

@@ -73,6 +73,11 @@ class KvRecord(Protocol):
         """Read from a cache, not computed now."""
         ...
 
+    @property
+    def codec(self) -> str:
+        """The bytes are not canonical but what this codec has to finish; empty: they are."""
+        ...
+
     def done(self) -> None:
         """The bytes are copied out; idempotent."""
         ...
@@ -89,6 +94,10 @@ class KvSource(Protocol):
         """The next record; after the last one what the prefill took. Raises PrfaasError where the
         rest will not come.
         """
+        ...
+
+    def prepare_for(self, codec: str) -> None:
+        """Records may come prepared for this codec from now on, where the source can do that."""
         ...
 
     def cancel(self) -> None:

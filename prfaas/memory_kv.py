@@ -20,6 +20,7 @@ class MemoryRecord:
     piece: Piece
     raw: npt.NDArray[np.uint8]
     cached: bool
+    codec: str = ""
     finished: bool = field(default=False, init=False)
 
     def done(self) -> None:
@@ -64,6 +65,9 @@ class MemorySource:
 
     async def next(self) -> MemoryRecord | PrefillReport:
         return self.take()
+
+    def prepare_for(self, codec: str) -> None:
+        """Memory gives its bytes as they are."""
 
     def cancel(self) -> None:
         self._left.clear()

@@ -267,12 +267,15 @@ class SendSession:
 
     # --- KV ---
 
-    def claim(self, piece: Piece, nbytes: int, layers: int = 1) -> tuple[Piece, ...]:
+    def claim(
+        self, piece: Piece, nbytes: int, layers: int = 1, *, prepared: bool = False
+    ) -> tuple[Piece, ...]:
         """A piece that the engine exported, cut so that no frame has more raw bytes than a message
         should where one token, or one head of a state, is not more than that. Raises ProtocolError:
         it does not fit.
 
         Of `layers` that will share frames each is cut alike, so that frames of SPAN_BYTES come out.
+        What is `prepared` for a codec cannot be cut: it is a message at most, or does not fit.
         """
         self._require(SendState.PREFILLING)
         expected = self.ledger.piece_bytes(piece)
@@ -283,6 +286,10 @@ class SendSession:
         most = FIRST_MESSAGE_BYTES if early else MESSAGE_BYTES
         if layers > 1:
             most = SPAN_BYTES // layers
+        if prepared:
+            most = nbytes
+            if nbytes > MESSAGE_BYTES:
+                raise ProtocolError(f"{piece}: {nbytes} bytes were prepared as one message")
         keeps_state = self.ledger.layout.groups[piece.group].keeps_state
         cuts = tuple(cut_piece(piece, most, nbytes, keeps_state=keeps_state))
         for cut in cuts:

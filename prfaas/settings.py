@@ -328,6 +328,11 @@ class EngineSettings(Section):
     roles: tuple[Literal["prefill", "decode"], ...] = Field(
         ("prefill", "decode"), description="What the engine offers on KvPort."
     )
+    codec_calibration: Path | None = Field(
+        None,
+        description="File that its agent has too, for KV that an accelerator prepares; not used "
+        "where KV lies in host memory.",
+    )
     paced: Path | None = Field(None, description="Profile whose step times replace computing.")
     idle_measure_s: float = Field(
         30.0,

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from prfaas.clock import Clock
-from prfaas.codecs import Codec, Quality
+from prfaas.codecs import Codec, Preparable, Quality
 from prfaas.codecs.choice import Pace, choose
+from prfaas.errors import ProtocolError
 
 WINDOW_BYTES = 8 << 20
 """Over about so many raw bytes a pace is measured."""
@@ -93,6 +94,19 @@ class CodecChoice:
                 chosen = (first, self._choose(self._exact, before[-1]))
             self._chosen[chunk] = self._last = chosen
         return chosen
+
+    def preferred(self) -> str:
+        """Name of what the next chunk would be sent with by what is known now."""
+        return self._choose(self._codecs, self._last[0] if self._last else None).name
+
+    def prepared(self, name: str) -> tuple[Codec, ...]:
+        """What to try with KV that was prepared for a codec. Raises ProtocolError: the session has
+        no such codec, or it is none to prepare for.
+        """
+        for codec in self._codecs:
+            if codec.name == name and isinstance(codec, Preparable):
+                return codec, self._choose(self._exact, None)
+        raise ProtocolError(f"the engine prepared KV for {name}, which this session has not")
 
     def note(self, codec: Codec, raw_bytes: int, wire_bytes: int, seconds: float) -> None:
         """A piece was encoded."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from prfaas.codecs import Codec, Tile, digest_of, encode_first
+from prfaas.codecs import Codec, Preparable, Tile, digest_of, encode_first
 from prfaas.frames import FrameFlag, crc32c
 from prfaas.interfaces import KvRecord
 from prfaas.layout import LayerGroup
@@ -79,6 +79,11 @@ class SpanGather:
         return [sorted(here, key=lambda each: each.piece) for here in held.values()]
 
 
+def prepared_bytes(codec: Codec, group: LayerGroup, piece: Piece) -> int:
+    """Size of a piece that was prepared for a codec; 0: it cannot be."""
+    return codec.prepared_bytes(Tile.of_piece(group, piece)) if isinstance(codec, Preparable) else 0
+
+
 def encode_batch(batch: Batch, groups: Sequence[LayerGroup]) -> list[Encoded]:
     """In a codec thread: each piece alone."""
     return [
@@ -91,8 +96,24 @@ def encode_batch(batch: Batch, groups: Sequence[LayerGroup]) -> list[Encoded]:
 def encode_cut(codecs: Sequence[Codec], view: KvRecord, cut: Piece, group: LayerGroup) -> Encoded:
     """The part `cut` out of a record, by the first of `codecs` that can."""
     start_s = time.perf_counter()
+    if view.codec:
+        return _finish(codecs, view, group, start_s)
     rows = part_of(view.raw, view.piece, cut, keeps_state=group.keeps_state)
     return _encode_one(codecs, cut, rows, view.cached, group, start_s)
+
+
+def _finish(codecs: Sequence[Codec], view: KvRecord, group: LayerGroup, start_s: float) -> Encoded:
+    """What was prepared for the first of `codecs`; by the others where that gains nothing."""
+    codec, tile = codecs[0], Tile.of_piece(group, view.piece)
+    assert isinstance(codec, Preparable)
+    payload = codec.finish(view.raw, tile)
+    if payload is None:
+        plain = codec.plain(view.raw, tile)
+        return _encode_one(codecs[1:], view.piece, plain, view.cached, group, start_s)
+    crc = crc32c(payload)
+    digest, seconds = digest_of(codec, view.raw, crc), time.perf_counter() - start_s
+    flags = _flags(view.cached)
+    return Encoded((view.piece,), tile.nbytes, digest, codec, payload, crc, flags, seconds)
 
 
 def copy_out(view: KvRecord, cut: Piece, codecs: tuple[Codec, ...], span: tuple[int, ...]) -> Held:

@@ -47,6 +47,10 @@ class EngineSource:
             compute_s=event.compute_s,
         )
 
+    def prepare_for(self, codec: str) -> None:
+        """Records may come prepared for this codec from now on."""
+        self._export.prepare_for(codec)
+
     def cancel(self) -> None:
         self._export.cancel()
 

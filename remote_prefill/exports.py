@@ -26,6 +26,7 @@ from prfaas_connect.port.messages import (
     PrefillCancel,
     PrefillEnd,
     PrefillStart,
+    PrepareFor,
     Record,
     RingFree,
 )
@@ -75,6 +76,10 @@ class RecordView:
     @property
     def cached(self) -> bool:
         return self.record.cached
+
+    @property
+    def codec(self) -> str:
+        return self.record.codec
 
     def done(self) -> None:
         """The bytes are copied out; idempotent."""
@@ -132,6 +137,8 @@ class Export:
         """The engine's last word, while records of other ranks are still on their way."""
         self.task: asyncio.Task[None] | None = None
         """Submits its tokens."""
+        self.prepared_for = ""
+        """What the engine was told."""
         self._hub = hub
         self._events: asyncio.Queue[RecordView | PrefillEnd | EngineUnavailable] = asyncio.Queue()
 
@@ -141,6 +148,10 @@ class Export:
         if isinstance(event, EngineUnavailable):
             raise event
         return event
+
+    def prepare_for(self, codec: str) -> None:
+        """Have the engine prepare records that are begun from now on for a codec, where it can."""
+        self._hub.prepare_for(self, codec)
 
     def cancel(self) -> None:
         """Stop the engine's work and drop what it exported. Idempotent, also after the end."""
@@ -199,6 +210,16 @@ class ExportHub:
             work = self._submit(self._submitter, export, tokens, salt, use_cache)
             export.task = asyncio.create_task(work, name=f"submit {export.key}")
         return export
+
+    def prepare_for(self, export: Export, codec: str) -> None:
+        """Of an engine with an accelerator, unless it has ended this one already."""
+        named = codec if codec in self._conn.hello.encodes else ""
+        if named != export.prepared_for and (export.key, export.epoch) in self._exports:
+            export.prepared_for = named
+            try:
+                self._conn.send(PrepareFor(export.key, export.epoch, named))
+            except PortClosed:
+                return  # Its end comes by itself.
 
     async def _submit(
         self, submitter: Submitter, export: Export, tokens: bytes, salt: str, use_cache: bool

@@ -8,10 +8,11 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
 from prfaas.clock import Clock
-from prfaas.codecs import span_of
-from prfaas.errors import EngineUnavailable, PrfaasError
+from prfaas.codecs import Codec, span_of
+from prfaas.errors import EngineUnavailable, PrfaasError, ProtocolError
 from prfaas.frames import Frame
 from prfaas.interfaces import KvRecord, KvSource
+from prfaas.ledger import Piece
 from prfaas.send_session import SendSession, SendState
 from prfaas.session_messages import PrefillReport
 from remote_prefill.codec_choice import CodecChoice
@@ -23,6 +24,7 @@ from remote_prefill.encoding import (
     copy_out,
     encode_batch,
     encode_span,
+    prepared_bytes,
 )
 from remote_prefill.retention import Ticket
 
@@ -76,6 +78,8 @@ class Sender:
         self._spans = SpanGather()
         self._encoding: set[Future[list[Encoded]]] = set()
         self._encoded = asyncio.Event()
+        self._preferred = ""
+        """What the source was last told."""
         self._error: Exception | None = None
 
     async def run(self) -> None:
@@ -83,6 +87,7 @@ class Sender:
         await self._wait_for_turn()
         source = self._start()
         try:
+            self._prefer(source)
             report = await self._collect(source)
             while self._encoding or self._waiting or self._spans:
                 if not self._encoding and not self._waiting:
@@ -126,7 +131,7 @@ class Sender:
 
     async def _collect(self, source: KvSource) -> PrefillReport:
         """Take the source's records as they come."""
-        last_layer_s, sent_before = 0.0, 0
+        last_layer_s, sent_before, chunk = 0.0, 0, -1
         while True:
             event = await source.next()
             if isinstance(event, PrefillReport):
@@ -135,8 +140,36 @@ class Sender:
                 )
             last_layer_s = self._options.clock.now()
             sent_before = self.session.handed_bytes
-            self._encode(event)
+            begun, chunk = event.piece.chunk != chunk, event.piece.chunk
+            if event.codec:
+                self._encode_prepared(event)
+            else:
+                self._encode(event)
+            if begun:
+                self._prefer(source)
             self._check()
+
+    def _prefer(self, source: KvSource) -> None:
+        """Tell the source what chunks to come are for: it may be able to do a part of it."""
+        preferred = self._choice.preferred()
+        if preferred != self._preferred:
+            self._preferred = preferred
+            source.prepare_for(preferred)
+
+    def _encode_prepared(self, view: KvRecord) -> None:
+        """Have a record finished that the source has prepared for a codec, whole."""
+        piece = view.piece
+        try:
+            codecs = self._choice.prepared(view.codec)
+            raw_bytes = self.session.ledger.piece_bytes(piece)
+            wanted = prepared_bytes(codecs[0], self._groups[piece.group], piece)
+            if not wanted or view.raw.nbytes != wanted:
+                raise ProtocolError(f"{piece}: {view.raw.nbytes} bytes prepared, not {wanted}")
+            cuts = self.session.claim(piece, raw_bytes, prepared=True)
+        except PrfaasError:
+            view.done()
+            raise
+        self._wait_for_thread(view, cuts, codecs)
 
     def _encode(self, view: KvRecord) -> None:
         """Have a record encoded, cut to what one message should hold."""
@@ -159,6 +192,11 @@ class Sender:
             for whole in filter(None, map(self._spans.add, held)):
                 self._submit_span(whole)
             return
+        self._wait_for_thread(view, cuts, codecs)
+
+    def _wait_for_thread(
+        self, view: KvRecord, cuts: tuple[Piece, ...], codecs: tuple[Codec, ...]
+    ) -> None:
         self._waiting.append((view, cuts, codecs))
         self._waiting_bytes += view.raw.nbytes
         if not self._encoding or self._waiting_bytes >= BATCH_BYTES:

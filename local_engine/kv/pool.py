@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -104,6 +105,12 @@ class KvPool:
         for low, high in table.runs(start, end):
             out[:, at : at + high - low].copy_(self.layers[layer][:, low:high])
             at += high - low
+
+    def gather(self, layer: int, runs: Sequence[tuple[int, int]]) -> Tensor:
+        """Slots of one layer [2, tokens, kv_heads, head_dim], a copy on the pool's device. `runs`:
+        of a table, taken before blocks may change hands.
+        """
+        return torch.cat([self.layers[layer][:, low:high] for low, high in runs], 1)
 
     def export(self, layer: int, table: BlockTable, start: int, end: int, out: Bytes) -> None:
         """Write tokens [start, end) of one layer to `out`, in canonical layout and KV dtype."""

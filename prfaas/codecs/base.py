@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ __all__ = [
     "SINK_TOKENS",
     "Bytes",
     "Codec",
+    "Preparable",
     "Quality",
     "Shape",
     "Tile",
@@ -146,6 +147,25 @@ class Codec(Protocol):
 
     def decode_into(self, payload: memoryview, out: Bytes, shape: Shape) -> None:
         """Fill all of contiguous `out`. Raises CorruptKv; `out` then holds rubbish."""
+        ...
+
+
+@runtime_checkable
+class Preparable(Protocol):
+    """A codec of which an engine may do the first part where KV lies, on its accelerator: what can
+    be done to all values at once. What is left to do is `finish`.
+    """
+
+    def prepared_bytes(self, shape: Tile) -> int:
+        """Size of a tile that was prepared; 0: it cannot be."""
+        ...
+
+    def finish(self, prepared: Bytes, shape: Tile) -> bytes | None:
+        """What `encode` would give; None where that is not smaller than the tile."""
+        ...
+
+    def plain(self, prepared: Bytes, shape: Tile) -> Bytes:
+        """The tile's bytes, as exact as they still are."""
         ...
 
 

@@ -63,6 +63,22 @@ class Int8Codec:
             self._native.int8_decode(part, rest[layer], *sizes)
         join_sinks(payload[:at], rest, out, shape)
 
+    def prepared_bytes(self, shape: Tile) -> int:
+        """All there is to do: what was prepared is the payload."""
+        rows = shape.tokens - shape.sinks
+        if not _fits(shape) or rows < 1:
+            return 0
+        size = self._native.int8_size(rows, shape.heads, shape.head_dim)
+        return sink_bytes(shape) + size * len(shape.layers)
+
+    def finish(self, prepared: Bytes, shape: Tile) -> bytes | None:
+        return prepared.tobytes() if prepared.nbytes < shape.nbytes else None
+
+    def plain(self, prepared: Bytes, shape: Tile) -> Bytes:
+        out = np.empty(shape.nbytes, dtype=np.uint8)
+        self.decode_into(prepared.data, out, shape)
+        return out
+
 
 def _fits(shape: Tile) -> bool:
     return not shape.keeps_state and shape.dtype == "bfloat16" and shape.head_dim <= 4096

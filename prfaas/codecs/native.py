@@ -90,6 +90,12 @@ class Native(Protocol):
         """int16 q [cols][rows] = round(x [rows][cols] * scale)."""
         ...
 
+    def unpack(self, src: Buffer, q: Buffer, /) -> int:
+        """int16 q, a multiple of four, of 14 bits each: the low bytes of all | the others, four in
+        three bytes, the first one lowest.
+        """
+        ...
+
     def restore(
         self, dst: Buffer, q: Buffer, step: Buffer, turns: Buffer, mean: Buffer,
         rows: int, heads: int, dim: int, kind: int, /,

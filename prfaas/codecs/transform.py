@@ -144,12 +144,14 @@ class TransformCodec:
         rows = shape.tokens - shape.sinks
         sinks, rest = split_sinks(raw, shape)
         q = self._quantised(rest, shape, rows)
-        if q is None:
-            return None
+        return None if q is None else self._coded(sinks, q, shape)
+
+    def _coded(self, sinks: bytes, q: npt.NDArray[np.int16], shape: Tile) -> bytes | None:
+        rows = q.shape[1]
         out = self._store.scratch.get("out", self._native.rans_bound(rows, len(q)))
         size = self._native.rans_encode(q, out, rows, len(q))
         payload = sinks + out[:size].tobytes()
-        return payload if size > 0 and len(payload) < raw.nbytes else None
+        return payload if size > 0 and len(payload) < shape.nbytes else None
 
     def decode_into(self, payload: memoryview, out: Bytes, shape: Shape) -> None:
         if not isinstance(shape, Tile) or not self._fits(shape) or out.nbytes != shape.nbytes:
@@ -162,14 +164,24 @@ class TransformCodec:
         q = self._store.scratch.coefficients(sum(parts), rows)
         if self._native.rans_decode(payload[at:], q, rows, len(q)):
             raise CorruptKv(f"{self.name} payload is damaged")
+        self._put_together(payload[:at], q, parts, shape, out)
+
+    def _put_together(
+        self,
+        sinks: memoryview,
+        q: npt.NDArray[np.int16],
+        parts: tuple[int, int],
+        shape: Tile,
+        out: Bytes,
+    ) -> None:
         if not shape.sinks:
             self._restore(q, parts, shape, out.reshape(len(shape.layers), 2, -1))
             return
         rest = np.empty(
-            (len(shape.layers), 2, (out.nbytes - at) // 2 // len(shape.layers)), np.uint8
+            (len(shape.layers), 2, (out.nbytes - len(sinks)) // 2 // len(shape.layers)), np.uint8
         )
         self._restore(q, parts, shape, rest)
-        join_sinks(payload[:at], rest, out, shape)
+        join_sinks(sinks, rest, out, shape)
 
     def _fits(self, shape: Tile) -> bool:
         header = self._store.calibration.header
@@ -258,10 +270,35 @@ class TransformCodec:
 
 
 class NearChannels(TransformCodec):
-    """Channel by channel, no basis: fast."""
+    """Channel by channel, no basis: fast.
+
+    Prepared it is the sinks, then all coefficients in 14 bits each, as `unpack` reads them.
+    """
 
     id: ClassVar[int] = 4
     codec = "near-channels"
+
+    def prepared_bytes(self, shape: Tile) -> int:
+        values = (
+            (shape.tokens - shape.sinks) * sum(self._columns(shape)) if self._fits(shape) else 0
+        )
+        return 0 if not values or values % 4 else sink_bytes(shape) + values + values // 4 * 3
+
+    def finish(self, prepared: Bytes, shape: Tile) -> bytes | None:
+        sinks, q = self._parts(prepared, shape)
+        return self._coded(sinks.tobytes(), q, shape)
+
+    def plain(self, prepared: Bytes, shape: Tile) -> Bytes:
+        sinks, q = self._parts(prepared, shape)
+        out = np.empty(shape.nbytes, dtype=np.uint8)
+        self._put_together(sinks, q, self._columns(shape), shape, out)
+        return out
+
+    def _parts(self, prepared: Bytes, shape: Tile) -> tuple[memoryview, npt.NDArray[np.int16]]:
+        at, columns = sink_bytes(shape), sum(self._columns(shape))
+        q = self._store.scratch.coefficients(columns, shape.tokens - shape.sinks)
+        self._native.unpack(prepared[at:], q)
+        return prepared[:at].data, q
 
 
 class NearBasis(TransformCodec):

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prfaas.codecs import Tile
 from prfaas.layout import GroupKind, KvLayout, LayerGroup, chunk_spans
 from prfaas_connect.port.engine import EnginePort
 from prfaas_connect.port.messages import (
@@ -30,6 +32,7 @@ from prfaas_connect.port.messages import (
     PrefillCancel,
     PrefillEnd,
     PrefillStart,
+    PrepareFor,
     Record,
     Release,
     Stats,
@@ -82,6 +85,8 @@ class PrefillScript:
     wrong_size: tuple[int, int] | None = None
     """(chunk, layer) that is exported one byte short."""
     cached_tokens: int = 0
+    prepare: Callable[[str, Bytes, Tile], Bytes | None] | None = None
+    """Of a codec's name and a record what an accelerator would prepare; None: it cannot."""
 
 
 class ScriptedEngine:
@@ -136,6 +141,9 @@ class ScriptedEngine:
         self._connected = asyncio.Event()
         self._todo: deque[tuple[PrefillStart, npt.NDArray[np.int32]]] = deque()
         self._cancelled: set[tuple[str, int]] = set()
+        self._codecs: dict[tuple[str, int], str] = {}
+        self.asked: list[str] = []
+        """Codecs of every PrepareFor."""
         self._work = threading.Condition()
         self._closing = False
         self._worker = threading.Thread(target=self._prefill_loop, daemon=True)
@@ -252,6 +260,10 @@ class ScriptedEngine:
                 self.prefills.append(item)
                 self._todo.append(item)
                 self._work.notify_all()
+        elif isinstance(message, PrepareFor):
+            with self._work:
+                self._codecs[message.session, message.epoch] = message.codec
+                self.asked.append(message.codec)
         elif isinstance(message, PrefillCancel):
             with self._work:
                 self._cancelled.add((message.session, message.epoch))
@@ -302,6 +314,10 @@ class ScriptedEngine:
                     raw = np.ascontiguousarray(rows[:, :, low:high]).reshape(-1)
                     if script.wrong_size == here:
                         raw = raw[:-1]
+                    codec = self._codecs.get((start.session, start.epoch), "")
+                    tile = Tile.of(self.layout.groups[gi], (layer,), (span.start, span.end))
+                    made = script.prepare(codec, raw, tile) if codec and script.prepare else None
+                    codec, raw = ("", raw) if made is None else (codec, made)
                     offset = self._reserve(start, raw.nbytes)
                     if offset is None:
                         return PrefillEnd(start.session, start.epoch, "cancelled", records)
@@ -320,6 +336,7 @@ class ScriptedEngine:
                             offset,
                             raw.nbytes,
                             cached=span.end <= script.cached_tokens,
+                            codec=codec,
                         )
                     )
                     records += 1

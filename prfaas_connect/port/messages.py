@@ -66,6 +66,8 @@ class Hello(PortMessage):
     paced: bool = False
     max_running: int = 0
     """Sequences that it decodes at once; 0: it does not say."""
+    encodes: list[str] = field(default_factory=list)
+    """Codecs that its accelerator can prepare records for, with their calibration's digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +220,18 @@ class PrefillStart(PortMessage):
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareFor(PortMessage):
+    """Agent to engine: records of this session that are begun from now on may come prepared for
+    this codec, one that the engine's Hello names; `codec` empty: as they are.
+    """
+
+    TYPE: ClassVar[str] = "prepare_for"
+    session: str
+    epoch: int
+    codec: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillCancel(PortMessage):
     """Agent to engine: stop computing and exporting this session. Answered by PrefillEnd."""
 
@@ -248,6 +262,9 @@ class Record(PortMessage):
     nbytes: int
     cached: bool = False
     """Read from the prefix cache, not computed now."""
+    codec: str = ""
+    """The bytes are what this codec has to finish, not canonical; one frame's worth of one layer.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +320,8 @@ class Refused(PortMessage):
 _TYPES: dict[str, type[PortMessage]] = {
     cls.TYPE: cls
     for cls in (
-        Hello, Join, Stats, KvEvents, Fetch, FetchDone, Release, Abort, PrefillStart, PrefillCancel,
+        Hello, Join, Stats, KvEvents, Fetch, FetchDone, Release, Abort, PrefillStart, PrepareFor,
+        PrefillCancel,
         Record, PrefillEnd, RingFree, Welcome, Refused,
     )
 }  # fmt: skip

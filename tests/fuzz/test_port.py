@@ -53,6 +53,7 @@ FROM_AGENT: tuple[tuple[PortMessage, bytes], ...] = (
     (port.Refused("no"), b""),
     (port.FetchDone("f1", "staged", "", token_end=3, chunk_tokens=8), b""),
     (port.PrefillStart("x1", 1, 0, "salt"), bytes(range(0, 40, 1)) * 4),
+    (port.PrepareFor("x1", 1, "int8"), b""),
     (port.PrefillCancel("x1", 1), b""),
     (port.RingFree(1), b""),
 )

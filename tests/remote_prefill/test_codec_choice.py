@@ -91,7 +91,7 @@ def test_a_state_is_sent_exactly_and_a_lossy_piece_is_known_by_its_payload(kind:
     group = LayerGroup(kind, (0,), 1, 8, "float32", state_dim=16 if keeps_state else 0)
     piece = Piece(0, 0, 0, 0, 8, 0, 1)
     raw = np.zeros(512, dtype=np.uint8)
-    record: Any = SimpleNamespace(raw=raw, piece=piece, cached=False)
+    record: Any = SimpleNamespace(raw=raw, piece=piece, cached=False, codec="")
     done = encode_cut((LOSSY, PLANES), record, piece, group)
     if keeps_state:
         assert (done.codec, done.digest) == (PLANES, piece_digest(raw))

@@ -284,6 +284,20 @@ static PyObject *py_restore(PyObject *self, PyObject *args)
     return status(&b, 0);
 }
 
+static PyObject *py_unpack(PyObject *self, PyObject *args)
+{
+    Buffers b = {.count = 2};
+    if (!PyArg_ParseTuple(args, "y*w*", &b.views[0], &b.views[1]))
+        return NULL;
+    size_t n = (size_t)b.views[1].len / 2;
+    if (n % 4 || !exactly(&b, 1, 2 * n) || !exactly(&b, 0, n + n / 4 * 3))
+        return bad(&b, "unpack");
+    Py_BEGIN_ALLOW_THREADS
+    unpack(b.views[0].buf, n, b.views[1].buf);
+    Py_END_ALLOW_THREADS
+    return status(&b, 0);
+}
+
 static PyObject *py_simd(PyObject *self, PyObject *args)
 {
     int most;
@@ -294,6 +308,7 @@ static PyObject *py_simd(PyObject *self, PyObject *args)
 
 static PyMethodDef methods[] = {
     {"simd", py_simd, METH_VARARGS, NULL},
+    {"unpack", py_unpack, METH_VARARGS, NULL},
     {"exponent_encode", py_exponent_encode, METH_VARARGS, NULL},
     {"exponent_decode", py_exponent_decode, METH_VARARGS, NULL},
     {"int8_size", py_int8_size, METH_VARARGS, NULL},

@@ -49,6 +49,7 @@ int forward(const float *x, size_t rows, size_t width, const float *basis, size_
 void inverse(const int16_t *q, size_t rows, size_t cols, const float *basis, size_t depth,
              size_t width, float step, float *x, float *scratch);
 int quantise(const float *x, size_t rows, size_t cols, const float *scale, float dead, int16_t *q);
+void unpack(const uint8_t *src, size_t n, int16_t *q);
 void restore(const int16_t *q, size_t rows, size_t heads, size_t dim, size_t kind, const float *step,
              const float *turns, const float *mean, uint8_t *dst, float *x);
 

@@ -309,6 +309,17 @@ WIDE int quantise(const float *x, size_t rows, size_t cols, const float *scale, 
     return worst < TOO_LARGE ? 0 : NO_GAIN;
 }
 
+/* int16 of 14 bits each: the low bytes of all, then the others, four in three bytes. */
+WIDE void unpack(const uint8_t *src, size_t n, int16_t *q)
+{
+    const uint8_t *high = src + n;
+    for (size_t i = 0; i < n; i += 4, high += 3) {
+        uint32_t four = high[0] | (uint32_t)high[1] << 8 | (uint32_t)high[2] << 16;
+        for (int j = 0; j < 4; j++, four >>= 6)
+            q[i + j] = (int16_t)((int16_t)(uint16_t)(src[i + j] << 2 | four << 10) >> 2);
+    }
+}
+
 /* x[n][cols] of `n` rows from `row` on of q[cols][rows], each column by a step of its own. */
 WIDE static void dequantise(const int16_t *q, size_t rows, size_t cols, size_t row, size_t n,
                             const float *step, float *x)

@@ -137,6 +137,21 @@ def test_what_is_too_large_to_quantise_is_refused() -> None:
         assert (np.delete(q.ravel(), 37 * 40 + 39) == 0).all()
 
 
+def test_fourteen_bits_are_unpacked_with_their_sign() -> None:
+    assert native is not None
+    wanted = np.concatenate((np.arange(-8192, 8192), [5, -7, 0, -1])).astype(np.int16)
+    low = (wanted & 0xFF).astype(np.uint8)
+    high = (wanted.astype(np.int64) >> 8 & 63).reshape(-1, 4) << np.array([0, 6, 12, 18])
+    three = high.sum(1).astype("<u4").view(np.uint8).reshape(-1, 4)[:, :3]
+    packed = np.concatenate((low, three.ravel()))
+    q = np.empty_like(wanted)
+    assert native.unpack(packed, q) == 0
+    assert (q == wanted).all()
+    for bad in (packed[:-1], np.append(packed, packed[:1])):
+        with pytest.raises(ValueError, match="sizes"):
+            native.unpack(bad, q)
+
+
 def test_float16_is_packed_as_numpy_does() -> None:
     assert native is not None
     x = np.array(
