@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu_packages import NEEDED, missing, present, read_pins
+from prfaas.codecs.native import native
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,4 +59,7 @@ def test_the_tiny_trial_finds_equal_answers_and_leaves_no_figures() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "exact: 1 share (of 5 prompts equal)" in done.stdout
     assert "remote_ttft.512" in done.stdout
+    if native is not None:
+        assert "stand-ins of streams and events, not a measurement" in done.stdout
+        assert "codec.bytes_equal: 1 1: yes" in done.stdout
     assert (results.read_bytes() if results.exists() else None) == before
