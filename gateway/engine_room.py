@@ -25,12 +25,12 @@ class EngineRoom:
 
     Where nothing is set an engine may have what it decodes at once and a quarter more, and as many
     again that only wait for KV from a peer. It gets no more while many wait in it, whatever for, or
-    while a new prompt would wait for longer than the gateway lets one wait, at it and at its peers.
+    while a new prompt would wait too long for those ahead of it, at it and at its peers.
     """
 
     def __init__(self, limits: Limits, view: ClusterView, clock: Clock) -> None:
         self._set = limits.engine_active_requests
-        self._wait_s = limits.gateway_wait_s
+        self._queue_s = limits.engine_queue_s
         self._stale_s = limits.watch_stale_s
         self._view = view
         self._now = clock.now
@@ -67,7 +67,7 @@ class EngineRoom:
         more = max(LEAST_WAITING, slots // WAITING_SHARE) - load.waiting - load.sent_requests
         if not load.waiting:  # else it cannot use the slots that are free
             more += max(0, slots - load.running)
-        if more > 0 and is_full(snapshot, self._wait_s):
+        if more > 0 and is_full(snapshot, self._queue_s):
             more = 0
         return min(most, in_flight + max(0, more))
 
@@ -78,20 +78,20 @@ class _Found:
     until: float
 
 
-def is_full(snapshot: Snapshot, wait_s: float) -> bool:
+def is_full(snapshot: Snapshot, queue_s: float) -> bool:
     """A new prompt would wait for longer than that, at D and at each instance that could take it.
 
     What is not known is no reason to think so.
     """
     local = snapshot.local
-    if _ahead_s(local.load, local.curve) <= wait_s:
+    if _ahead_s(local.load, local.curve) <= queue_s:
         return False
     return not any(
         remote.ready
         and not remote.load.draining
         and remote.load.age_s <= snapshot.max_age_s
-        and _ahead_s(remote.load, remote.curve) <= wait_s
-        and _link_s(remote.link) <= wait_s
+        and _ahead_s(remote.load, remote.curve) <= queue_s
+        and _link_s(remote.link) <= queue_s
         for remote in snapshot.remotes
     )
 

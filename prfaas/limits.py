@@ -61,11 +61,17 @@ class Limits(BaseModel):
         description="Requests that a gateway lets one engine have; more wait in the gateway, or "
         "get 503. None: as many as the engine says that it can do; 0: as many as come.",
     )
+    engine_queue_s: float = Field(
+        5.0,
+        gt=0,
+        description="An engine gets no more while a prompt would wait longer for those ahead of "
+        "it, there and at every peer.",
+    )
     gateway_waiting: int = Field(
         256, gt=0, description="Requests waiting in a gateway for an engine; more get 503 at once."
     )
     gateway_wait_s: float = Field(
-        5.0, gt=0, description="A request that has waited so long for an engine gets 503."
+        30.0, gt=0, description="A request that has waited so long for an engine gets 503."
     )
     tenant_waiting: int = Field(
         64, gt=0, description="Requests of one tenant waiting for their turn; more get 429."

@@ -263,7 +263,11 @@ def test_late_bytes_of_an_aborted_request_never_reach_the_next(slow: RunningStac
 def test_a_hundred_offloads_with_staging_for_three(tmp_path: Path, tiny_model_dir: Path) -> None:
     """At most three sessions are open at once; the others wait their turn or go local."""
     tokens, token_bytes = 300, 1024
-    limits = {"staging_timeout_s": 1.0, "fallback_budget_tokens": 100 * tokens}
+    limits = {
+        "staging_timeout_s": 1.0,
+        "fallback_budget_tokens": 100 * tokens,
+        "gateway_wait_s": 120.0,
+    }
     most = 0
     done = threading.Event()
     with running_stack(

@@ -11,8 +11,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "prfaas" / "codecs" / "csrc"
-FLAGS = ["-O1", "-g", "-std=gnu11", "-ffp-contract=off", "-fsanitize=address,undefined", "-fno-sanitize-recover=all",
-         "-Wall", "-Wextra"]  # fmt: skip
+FLAGS = [
+    *("-O1", "-g", "-std=gnu11", "-ffp-contract=off", "-Wall", "-Wextra"),
+    *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+]
 ROUNDS = 600
 
 

@@ -106,7 +106,7 @@ def test_what_was_found_holds_for_a_moment() -> None:
 
 
 def test_it_gets_no_more_while_a_prompt_would_wait_too_long() -> None:
-    site = Site(gateway_wait_s=5.0)
+    site = Site(engine_queue_s=5.0)
     site.says(queue_tokens=5000, waiting=1)
     assert site.most(1) > 1
     site.says(queue_tokens=5001, waiting=1)
@@ -122,7 +122,7 @@ def test_it_gets_no_more_while_a_prompt_would_wait_too_long() -> None:
 
 
 def test_a_peer_that_could_take_a_prompt_is_room() -> None:
-    site = Site(gateway_wait_s=5.0)
+    site = Site(engine_queue_s=5.0)
     site.peer_says()
     busy = {"queue_tokens": 9000, "waiting": 1}
     site.says(link(), **busy)
@@ -150,7 +150,7 @@ def test_peers_are_no_room_where_nothing_is_offloaded() -> None:
 
 
 def test_a_queue_of_many_short_prompts_takes_less_attention() -> None:
-    site = Site(gateway_wait_s=5.0)
+    site = Site(engine_queue_s=5.0)
     curve = replace(CURVE, token_s=0.0, token_context_s=1e-6)
     site.says(queue_tokens=4000, waiting=1, curve=curve)
     assert site.most(1) == 1
