@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def main(name: str, quick: bool) -> None:
     """Run benchmark NAME, print its table and write bench/results/NAME.json."""
     if name not in names():
         raise click.UsageError(f"no benchmark {name!r}; there are: {', '.join(names())}")
+    # Benchmarks with gRPC start processes; with its fork handlers one in a hundred dies at once.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     try:
         importlib.import_module(f"bench.{name}").run(quick)
     except PrfaasError as exc:

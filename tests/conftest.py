@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Where a process with gRPC forks, gRPC starts its threads again in the child, which die, and the
+# child with them, when `subprocess` closes their descriptors before it runs the program.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # No deadlines: a busy machine makes a slow example, not a wrong one.
 settings.register_profile(

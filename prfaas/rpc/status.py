@@ -20,8 +20,9 @@ def _by_code() -> Mapping[str, type[PrfaasError]]:
     table: dict[str, type[PrfaasError]] = {}
     for cls in BY_KIND.values():
         table.setdefault(cls.grpc_code, cls)
-    # Ours comes with its detail; bare, it is gRPC's own for a connection that broke (TLS records).
-    table["INTERNAL"] = PeerUnavailable
+    # Ours come with their detail; bare, they are gRPC's own for a connection that broke (what TLS
+    # could not read, or could not write any more).
+    table["INTERNAL"] = table["UNKNOWN"] = PeerUnavailable
     return MappingProxyType(table)
 
 

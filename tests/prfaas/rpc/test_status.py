@@ -16,7 +16,6 @@ from prfaas.errors import (
     PeerUnavailable,
     PrefillTimeout,
     PrfaasError,
-    ProtocolError,
 )
 from prfaas.rpc.status import BY_CODE, error_of, status_of
 
@@ -65,7 +64,7 @@ async def test_every_error_crosses_grpc_as_its_class(channel: grpc.aio.Channel) 
 async def test_bare_statuses_become_the_class_of_their_code(channel: grpc.aio.Channel) -> None:
     for code, cls in (
         ("UNAVAILABLE", PeerUnavailable),
-        ("UNKNOWN", ProtocolError),
+        ("UNKNOWN", PeerUnavailable),
         ("CANCELLED", Cancelled),
         ("INTERNAL", PeerUnavailable),
         ("PERMISSION_DENIED", Forbidden),
