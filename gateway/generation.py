@@ -73,7 +73,7 @@ class Generation:
         self._deadlines = Deadlines(limits.request_timeout_s)
         self._keepalives = Keepalives(limits.sse_keepalive_s)
         self._turns = engines.turns
-        self._order = QueueOrder(settings.queue, view)
+        self._order = QueueOrder(settings.queue, policy, view)
         self._dispatcher = Dispatcher(settings, limits, view, budget, clock)
         self._traced = spans is not None
         self.outcomes = Outcomes(limits, policy, view, self._dispatcher, metrics, spans)

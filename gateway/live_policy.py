@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from prfaas.errors import ConfigError
 from prfaas.interfaces import BindsLate, LearningPolicy, RoutingPolicy
+from prfaas.queue_settings import QueueSettings
 from prfaas.settings import GatewaySettings, PolicySettings
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target
 from prfaas.values import Value
@@ -28,6 +29,8 @@ Effective = Callable[[PolicySettings], PolicySettings]
 """Settings with a policy file read."""
 Parameters = Mapping[str, Any]
 """Of a policy, those that are not the defaults."""
+_Told = tuple[Parameters | None, QueueSettings | None]
+"""What settings say beside the policy itself, as `Running` has it."""
 
 LOOK_S = 1.0
 """Between two looks at the files."""
@@ -38,11 +41,17 @@ class Running:
     """One policy with its state; `decide` and `observe` as in `RoutingPolicy`."""
 
     def __init__(
-        self, policy: RoutingPolicy[Any], version: int, parameters: Parameters | None = None
+        self,
+        policy: RoutingPolicy[Any],
+        version: int,
+        parameters: Parameters | None = None,
+        queue: QueueSettings | None = None,
     ) -> None:
         self.policy = policy
         self.parameters = parameters
         """For the log; None: nobody here can tell."""
+        self.queue = queue
+        """Order in which requests wait in the gateway; None: the policy says nothing of it."""
         self.version = version
         """Grows with each policy that took its place."""
         self.state = policy.initial_state()
@@ -113,13 +122,13 @@ class LivePolicy:
         self._events = events
         self._settings: dict[str, PolicySettings] = {ACTIVE: settings.policy}
         self._share = settings.canary_share
-        self._running = {ACTIVE: Running(active, 1, self._parameters(settings.policy))}
+        self._running = {ACTIVE: Running(active, 1, *self._told(settings.policy))}
         self._before: dict[str, Running] = {}
         """What ran before the last change, to go back to."""
         for role, chosen in ((CANARY, settings.canary), ("shadow", settings.shadow)):
             if chosen is not None:
                 self._settings[role] = chosen
-                self._running[role] = Running(self._made(chosen), 1, self._parameters(chosen))
+                self._running[role] = Running(self._made(chosen), 1, *self._told(chosen))
         self._published: str | None = None
         self._stamps = {role: _stamp(chosen.file) for role, chosen in self._settings.items()}
 
@@ -129,6 +138,11 @@ class LivePolicy:
             for role, running in self._running.items()
         )
         return f"<LivePolicy {names}>"
+
+    @property
+    def queue(self) -> QueueSettings | None:
+        """Order in which requests wait, where the active policy's file has one."""
+        return self._running[ACTIVE].queue
 
     def running(self, role: str) -> Running | None:
         return self._running.get(role)
@@ -178,14 +192,14 @@ class LivePolicy:
             self._stamps[role] = stamp
             try:
                 policy = await asyncio.to_thread(self._made, chosen)
-                parameters = await asyncio.to_thread(self._parameters, chosen)
+                told = await asyncio.to_thread(self._told, chosen)
             except ConfigError as exc:
                 logger.error("the %s policy stays as it is: %s", role, exc.message)
                 self._events.policy_changed(role, "refused")
                 continue
             old = self._running[role]
             self._before[role] = old
-            self._running[role] = Running(policy, old.version + 1, parameters)
+            self._running[role] = Running(policy, old.version + 1, *told)
             logger.info("the %s policy is %s, version %d", role, policy.name, old.version + 1)
             self._events.policy_changed(role, "loaded")
             if role == ACTIVE:
@@ -202,22 +216,22 @@ class LivePolicy:
             return
         old = self._running[ACTIVE]
         try:
-            policy, parameters = await asyncio.to_thread(self._of_text, text)
+            policy, told = await asyncio.to_thread(self._of_text, text)
         except ConfigError as exc:
             logger.error("the policy of another gateway is not taken over: %s", exc.message)
             self._events.policy_changed(ACTIVE, "refused")
             return
         self._before[ACTIVE] = old
-        self._running[ACTIVE] = Running(policy, old.version + 1, parameters)
+        self._running[ACTIVE] = Running(policy, old.version + 1, *told)
         logger.info("the active policy is %s, of another gateway", policy.name)
         self._events.policy_changed(ACTIVE, "loaded")
 
-    def _of_text(self, text: str) -> tuple[RoutingPolicy[Any], Parameters | None]:
+    def _of_text(self, text: str) -> tuple[RoutingPolicy[Any], _Told]:
         with tempfile.TemporaryDirectory(prefix="prfaas-policy-") as folder:
             file = Path(folder) / "policy.yaml"
             file.write_text(text)
             settings = PolicySettings(file=file)
-            return self._made(settings), self._parameters(settings)
+            return self._made(settings), self._told(settings)
 
     def _made(self, settings: PolicySettings) -> RoutingPolicy[Any]:
         if self._make is None:
@@ -226,12 +240,14 @@ class LivePolicy:
             )
         return self._make(settings)
 
-    def _parameters(self, settings: PolicySettings) -> Parameters | None:
+    def _told(self, settings: PolicySettings) -> _Told:
         if self._effective is not None:
             settings = self._effective(settings)
         if settings.file is not None:
-            return None
-        return settings.model_dump(mode="json", exclude_defaults=True, exclude={"name"})
+            return None, None
+        hidden = {"name", "queue"}
+        dumped = settings.model_dump(mode="json", exclude_defaults=True, exclude=hidden)
+        return dumped, settings.queue
 
     def _roll_back(self, role: str) -> Running:
         """To what ran before; from a canary to the active one. Raises what there was to raise where

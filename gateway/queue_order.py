@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from gateway.cluster_view import ClusterView
 from gateway.job import Job
@@ -27,18 +28,31 @@ def order_key(order: QueueSettings) -> Key:
     return lambda arrival_s, seconds: arrival_s
 
 
-class QueueOrder:
-    """The gateway's queue order; borrows the view, nothing to close."""
+class ActivePolicy(Protocol):
+    """The policy that decides now."""
 
-    def __init__(self, settings: QueueSettings, view: ClusterView) -> None:
-        self._by_arrival = settings.name == "fcfs"
-        self._key = order_key(settings)
+    @property
+    def queue(self) -> QueueSettings | None: ...
+
+
+class QueueOrder:
+    """The gateway's queue order, or the one that came with the active policy; borrows that and the
+    view, nothing to close.
+    """
+
+    def __init__(self, settings: QueueSettings, policy: ActivePolicy, view: ClusterView) -> None:
+        self._settings = settings
+        self._policy = policy
         self._view = view
+        self._chosen, self._key = settings, order_key(settings)
 
     def key(self, job: Job) -> float:
         """Of a request that is about to wait; by its arrival where no engine tells its curve."""
+        chosen = self._policy.queue or self._settings
+        if chosen is not self._chosen:
+            self._chosen, self._key = chosen, order_key(chosen)
         arrival_s = job.record.started_at
-        return arrival_s if self._by_arrival else self._key(arrival_s, self._prefill_s(job))
+        return arrival_s if chosen.name == "fcfs" else self._key(arrival_s, self._prefill_s(job))
 
     def _prefill_s(self, job: Job) -> float:
         """At the engine that would have least to do."""

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from policies.parameters import SPANS, parameters_of
 from prfaas.errors import ConfigError
 from prfaas.profile import Part, parse_as, read_yaml
+from prfaas.queue_settings import QueueSettings
 from prfaas.settings import PolicySettings, validation_message
 
 Value = float | int | None
@@ -39,6 +40,10 @@ class PolicyFile(Part):
         default_factory=dict,
         description="As in `gateway.policy`; defaults where left out.",
     )
+    queue: QueueSettings | None = Field(
+        None,
+        description="Order in which requests wait in the gateway; none: what `gateway.queue` says.",
+    )
     made: Made | None = Field(None, description="Where they come from.")
 
     @field_validator("policy")
@@ -63,7 +68,9 @@ class PolicyFile(Part):
 
     def settings(self) -> PolicySettings:
         """What `make_policy` takes."""
-        return PolicySettings.model_validate({"name": self.policy, **self.parameters})
+        return PolicySettings.model_validate(
+            {"name": self.policy, "queue": self.queue, **self.parameters}
+        )
 
 
 def load_policy_file(path: Path) -> PolicyFile:
@@ -89,6 +96,8 @@ def to_yaml(file: PolicyFile) -> str:
     """The file's text; `load_policy_file` reads it back to an equal one."""
     data: dict[str, Any] = file.model_dump(exclude_none=False)
     data["parameters"] = dict(file.parameters)
+    if file.queue is None:
+        del data["queue"]
     if file.made is None:
         del data["made"]
     return yaml.safe_dump(data, sort_keys=False, width=100)

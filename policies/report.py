@@ -12,6 +12,7 @@ import jinja2
 import numpy as np
 
 from policies.registry import make_policy
+from policies.scenario import Objectives
 from policies.simulator.result import Result, Summary
 from policies.simulator.run import simulate
 from policies.study import Problem, Tuned
@@ -50,7 +51,7 @@ def write_report(tuned: Tuned, path: Path) -> None:
     usual = problem.scenario.queue_order.name
     name = tuned.spec.policy
     arms: dict[str, tuple[str, Mapping[str, float], str]] = {
-        f"{name}, tuned": (name, tuned.parameters, tuned.queue_order),
+        f"{name}, tuned": (name, tuned.parameters, tuned.queue_order.name),
         f"{name}, defaults": (name, {}, usual),
         **{other: (other, {}, usual) for other in BESIDE if other != name},
     }
@@ -69,7 +70,10 @@ def write_report(tuned: Tuned, path: Path) -> None:
         scenario=problem.scenario,
         binds=_binds(curves[0].summaries),
         shares=SHARES_OF_RATE,
-        plots=[_svg(_over_rates(curves)), _svg(_inside(tuned, curves[0], at_rate))],
+        plots=[
+            _svg(_over_rates(curves, problem.scenario.objectives)),
+            _svg(_inside(tuned, curves[0], at_rate)),
+        ],
     )
     try:
         path.write_text(page, encoding="utf-8")
@@ -117,7 +121,7 @@ def _better(tuned: Tuned) -> str:
     return f"{abs(ratio - 1):.1%} {word} than the defaults on requests it had not seen"
 
 
-def _over_rates(curves: Sequence[Curve]) -> Figure:
+def _over_rates(curves: Sequence[Curve], objectives: Objectives) -> Figure:
     figure = _figure(7.6)
     p50, p90, p99, slow, away, link = figure.subplots(2, 3).flat
     for curve in curves:
@@ -148,6 +152,10 @@ def _over_rates(curves: Sequence[Curve]) -> Figure:
         shown = axes.lines[0].get_ydata()
         axes.set(yscale="log", ylim=(0.5 * float(np.min(shown)), 8 * float(np.max(shown))))
     handles, labels = p50.get_legend_handles_labels()
+    for axes, held_s in ((p90, objectives.ttft_p90_s), (p99, objectives.ttft_p99_s)):
+        if held_s is not None:
+            axes.axhline(held_s, color="#667", linewidth=1, linestyle="--", label="objective")
+            axes.legend(*(each[-1:] for each in axes.get_legend_handles_labels()), frameon=False)
     figure.legend(handles, labels, loc="outside lower center", ncols=len(curves), frameon=False)
     return figure
 
@@ -204,7 +212,8 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 1180px; margin: 2rem aut
   color: #1c2430; }
 h1 { font-size: 1.5rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums }
-td, th { padding: .25rem .8rem; border-bottom: 1px solid #dde2ea; text-align: right }
+td, th { padding: .25rem .7rem; border-bottom: 1px solid #dde2ea; text-align: right;
+  white-space: nowrap }
 td:first-child, th:first-child { text-align: left; padding-left: 0 }
 svg { width: 100%; height: auto } .lead { font-size: 1.1rem } .quiet { color: #667 }
 </style>
@@ -212,7 +221,7 @@ svg { width: 100%; height: auto } .lead { font-size: 1.1rem } .quiet { color: #6
 <p class="lead">{{ tuned.trials }} trials for <b>{{ goal }}</b>: {{ better }}.</p>
 <p class="quiet">Workload: {{ tuned.spec.trace or "generated" }}. The first
 {{ "%.0f" % (100 * tuned.spec.train_share) }}% trained; every other figure here is of the rest.
-Queue order: {{ tuned.queue_order }}.</p>
+Queue order: {{ tuned.queue_order.name }}.</p>
 <h2>Result</h2>
 <table><tr><th></th><th>requests/s</th><th>TTFT mean</th><th>P50</th><th>P90</th><th>P99</th>
 <th>slowdown P90</th><th>offloaded</th><th>moved</th><th>egress GB</th></tr>
@@ -229,7 +238,8 @@ Queue order: {{ tuned.queue_order }}.</p>
 <td>{{ "%.4g" % value }}</td></tr>{% endfor %}</table>
 <h2>Over rates</h2>{{ plots[0] | safe }}
 <h2>Inside the tuned policy</h2>{{ plots[1] | safe }}
-<h2>Busiest stage</h2>
+<h2>Which stage binds</h2>
+<p class="quiet">The busiest of them, at each rate.</p>
 <table><tr><th>requests/s</th><th>stage</th><th>busy</th></tr>
 {% for rate, stage, share in binds %}<tr><td>{{ "%.3g" % rate }}</td><td>{{ stage }}</td>
 <td>{{ "%.0f" % (100 * share) }}%</td></tr>{% endfor %}</table>

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from policies.parameters import SPANS
 from policies.registry import make_policy
-from policies.scenario import Profiles, Scenario, load_scenario
+from policies.scenario import Profiles, QueueOrder, Scenario, load_scenario
 from policies.simulator.capacity import capacity
 from policies.simulator.result import Summary
 from policies.simulator.run import simulate
@@ -111,7 +111,7 @@ class Tuned:
 
     spec: StudySpec
     parameters: Mapping[str, float]
-    queue_order: str
+    queue_order: QueueOrder
     trials: int
     trained: Score
     tested: Score
@@ -350,7 +350,7 @@ def best_of(problem: Problem, study: Study) -> Tuned:
     return Tuned(
         problem.spec,
         parameters,
-        order,
+        problem.scenario.queue_order.model_copy(update={"name": order}),
         len(done),
         problem.score(parameters, order, problem.training, shape),
         problem.score(parameters, order, problem.testing, shape),

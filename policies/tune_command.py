@@ -13,6 +13,7 @@ from typing import Any
 from policies.policy_file import Made, PolicyFile, to_yaml
 from policies.study import Progress, Score, StudySpec, Tuned, search, tune
 from prfaas.errors import ConfigError
+from prfaas.queue_settings import QueueSettings
 
 EVERY_S = 2.0
 """Between two lines about how far a study is."""
@@ -130,10 +131,11 @@ def policy_file(tuned: Tuned, options: TuneOptions) -> PolicyFile:
         policy_version=1,
         policy=spec.policy,
         parameters={name: rounded(value) for name, value in tuned.parameters.items()},
+        queue=QueueSettings.model_validate(tuned.queue_order.model_dump()),
         made=Made(
             study=options.study or "",
             scenario=spec.scenario,
-            workload=f"{workload}, first {spec.train_share:.0%}; order {tuned.queue_order}{shape}",
+            workload=f"{workload}, first {spec.train_share:.0%}{shape}",
             objective=spec.goal,
             trials=tuned.trials,
             trained=shown(tuned, tuned.trained),
@@ -161,7 +163,7 @@ def as_data(tuned: Tuned) -> dict[str, Any]:
         "goal": tuned.spec.goal,
         "scenario": tuned.spec.scenario,
         "parameters": dict(tuned.parameters),
-        "queue_order": tuned.queue_order,
+        "queue_order": tuned.queue_order.name,
         "shape": asdict(tuned.shape),
         "trials": tuned.trials,
         "history": list(tuned.history),
@@ -179,7 +181,7 @@ def as_data(tuned: Tuned) -> dict[str, Any]:
 def to_text(tuned: Tuned) -> str:
     """For a terminal."""
     unit = UNITS[tuned.spec.goal]
-    lines = [f"{tuned.spec.policy}, {tuned.trials} trials, queue order {tuned.queue_order}"]
+    lines = [f"{tuned.spec.policy}, {tuned.trials} trials, queue order {tuned.queue_order.name}"]
     lines += [f"  {name}: {rounded(value)}" for name, value in tuned.parameters.items()]
     shape = asdict(tuned.shape).items()
     lines += [f"  {name} of the site: {value}" for name, value in shape if value is not None]

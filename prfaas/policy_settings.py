@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from prfaas.queue_settings import QueueSettings
 from prfaas.section import Section
 
 
@@ -97,4 +98,9 @@ class PolicySettings(Section):
         ge=0,
         description="Policy `priced`: a request that waits moves to a site that stands idle if it "
         "gains so much TTFT; none: it stays.",
+    )
+    queue: QueueSettings | None = Field(
+        None,
+        description="In which order requests wait in the gateway while this policy is the active "
+        "one, as policy files say it; none: `gateway.queue`.",
     )

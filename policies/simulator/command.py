@@ -11,7 +11,7 @@ from policies.mix import mix_of_requests
 from policies.planner import Infeasible, best_plan
 from policies.prefix_cache import CacheSpec
 from policies.registry import make_policy
-from policies.scenario import Profiles, Scenario, load_scenario
+from policies.scenario import Profiles, QueueOrder, Scenario, load_scenario
 from policies.simulator.result import Summary
 from policies.simulator.run import simulate, with_rate
 from policies.throughput import Fleet
@@ -39,6 +39,10 @@ def run_simulate(options: SimulateOptions, as_json: bool) -> tuple[str, list[str
     """A row for each policy, and notes. Raises ConfigError."""
     scenario, profiles = load_scenario(options.scenario)
     notes: list[str] = []
+    if options.settings.queue is not None:
+        order = QueueOrder.model_validate(options.settings.queue.model_dump())
+        scenario = scenario.model_copy(update={"queue_order": order})
+        notes.append(f"queue order {order.name}, as the policy file has it")
     if options.prefill_nodes is not None:
         local = scenario.local.model_validate(
             {**scenario.local.model_dump(), "prefill_instances": options.prefill_nodes}

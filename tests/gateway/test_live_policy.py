@@ -13,6 +13,7 @@ from gateway.live_policy import ACTIVE, CANARY, LivePolicy
 from policies.effective import effective
 from policies.registry import make_policy
 from prfaas.errors import ConfigError
+from prfaas.queue_settings import QueueSettings
 from prfaas.settings import GatewaySettings, PolicySettings
 from prfaas.snapshot import Decision, Outcome, Reason, Target
 from prfaas.testing.contracts import busy_snapshot, long_request
@@ -94,6 +95,23 @@ async def test_a_changed_file_takes_over_between_two_decisions(tmp_path: Path) -
         Target.REMOTE, "always_remote", 2,
     )  # fmt: skip
     assert events.told == [(ACTIVE, "loaded")]
+
+
+async def test_the_queue_order_comes_and_goes_with_the_active_policys_file(tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    write(file, policy_file("always_local") + "queue: {name: srpt, ageing: 0.5}\n")
+    settings = GatewaySettings(policy=PolicySettings(file=file))
+    live = LivePolicy(settings, make_policy(settings.policy), make_policy, Events(), effective)
+    assert live.queue == QueueSettings(name="srpt", ageing=0.5)
+    assert decide(live).parameters == {}, "it is none of the policy's"
+    write(file, policy_file("always_local") + "queue: {name: last}\n")
+    await live.look()
+    assert live.queue is not None, "what is bad changes nothing"
+    write(file, policy_file("always_local"))
+    await live.look()
+    assert live.queue is None
+    await live.adopt(policy_file("always_local") + "queue: {name: slack}\n")
+    assert live.queue == QueueSettings(name="slack")
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ def test_the_orders_are_those_of_the_simulator(name: str) -> None:
     assert QueueSettings().model_dump() == defaults
 
 
+def policy_of(queue: QueueSettings | None = None) -> Any:
+    return SimpleNamespace(queue=queue)
+
+
 def view_of(*locals_: LocalEngine) -> Any:
     by_name = {local.name: local for local in locals_}
     engines = [SimpleNamespace(name=name) for name in by_name]
@@ -45,16 +49,30 @@ def test_a_prompt_counts_by_what_the_best_engine_would_compute() -> None:
     curve = PrefillCurve(0.0, 0.001, 0.0, 256)
     busy = LocalEngine("a", EngineLoad(), curve, 0)
     cached = LocalEngine("b", EngineLoad(), curve, 4000)
-    order = QueueOrder(QueueSettings(name="srpt"), view_of(busy, cached))
+    order = QueueOrder(QueueSettings(name="srpt"), policy_of(), view_of(busy, cached))
     assert order.key(job_of(5001, 10.0)) == pytest.approx(10.0 + 2 * 1.0)
     assert order.key(job_of(101, 10.0)) == pytest.approx(10.0)
+
+
+def test_the_order_that_comes_with_the_policy_holds_as_long_as_that_is_active() -> None:
+    view = view_of(LocalEngine("a", EngineLoad(), PrefillCurve(0.0, 0.001, 0.0, 256), 0))
+    policy = policy_of()
+    order = QueueOrder(QueueSettings(), policy, view)
+    job = job_of(2001, 10.0)
+    assert order.key(job) == 10.0
+    policy.queue = QueueSettings(name="srpt", ageing=0.5)
+    assert order.key(job) == pytest.approx(10.0 + 0.5 * 2.0)
+    policy.queue = QueueSettings(name="slack", deadline_s=4.0)
+    assert order.key(job) == pytest.approx(10.0 + 4.0 - 2.0)
+    policy.queue = None
+    assert order.key(job) == 10.0
 
 
 def test_without_curves_it_is_first_come_first_served() -> None:
     unknown = LocalEngine("a", EngineLoad(), UNKNOWN_CURVE, 0)
     for view in (view_of(unknown), view_of()):
         for name in ("srpt", "slack"):
-            order = QueueOrder(QueueSettings(name=name), view)
+            order = QueueOrder(QueueSettings(name=name), policy_of(), view)
             keys = [order.key(job_of(tokens, at)) for at, tokens in enumerate((900, 5, 70))]
             assert keys == sorted(keys)
 

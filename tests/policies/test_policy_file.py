@@ -11,6 +11,7 @@ from policies.policy_file import Made, PolicyFile, is_policy_file, load_policy_f
 from policies.priced import Priced
 from policies.registry import POLICIES, make_policy
 from prfaas.errors import ConfigError
+from prfaas.queue_settings import QueueSettings
 from prfaas.settings import PolicySettings
 
 GOOD = "policy_version: 1\npolicy: priced\nparameters: {length_price_s: 2.5}\n"
@@ -27,7 +28,7 @@ def test_every_policy_has_its_parameters_listed_and_they_are_settings() -> None:
     for name in SPANS:
         assert set(parameters_of(name)) <= set(PolicySettings.model_fields)
     listed = {key for name in SPANS for key in parameters_of(name)}
-    assert listed == set(PolicySettings.model_fields) - {"name", "file"}
+    assert listed == set(PolicySettings.model_fields) - {"name", "file", "queue"}
 
 
 def test_it_is_read_back_as_it_was_written(tmp_path: Path) -> None:
@@ -36,12 +37,15 @@ def test_it_is_read_back_as_it_was_written(tmp_path: Path) -> None:
         policy_version=1,
         policy="priced",
         parameters={"length_price_s": 2.5, "move_gain_s": None},
+        queue=QueueSettings(name="srpt", ageing=0.5),
         made=made,
     )
     path = written(tmp_path, to_yaml(file))
     assert load_policy_file(path) == file
     assert is_policy_file(path)
-    assert file.settings() == PolicySettings(name="priced", length_price_s=2.5, move_gain_s=None)
+    assert file.settings() == PolicySettings(
+        name="priced", length_price_s=2.5, move_gain_s=None, queue=file.queue
+    )
 
 
 def test_a_setting_makes_the_policy_of_the_file(tmp_path: Path) -> None:
@@ -80,6 +84,8 @@ def test_a_file_and_other_keys_contradict_each_other(tmp_path: Path) -> None:
             "parameters.link_budget_s: Input should be greater than 0",
         ),
         ("policy_version: 1\npolicy: priced\nparameters: {link_budget_s: soon}\n", "parameters"),
+        ("policy_version: 1\npolicy: priced\nqueue: {name: lifo}\n", "queue.name"),
+        ("policy_version: 1\npolicy: priced\nqueue: {deadline: 3}\n", "queue.deadline"),
         ("- 1\n", "a policy file is a mapping"),
         ("a: [\n", "is not YAML"),
     ],

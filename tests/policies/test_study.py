@@ -264,6 +264,8 @@ def test_the_command_writes_a_policy_file_and_a_page_that_stand_alone(tmp_path: 
     assert file.policy == "priced"
     assert file.made is not None
     assert file.made.tested == pytest.approx(data["tested"]["value"])
+    assert file.queue is not None
+    assert file.queue.name == data["queue_order"]
     assert make_policy(PolicySettings(file=policy)).name == "priced"
     html = page.read_text()
     assert html.count("<svg") == 2
@@ -273,11 +275,14 @@ def test_the_command_writes_a_policy_file_and_a_page_that_stand_alone(tmp_path: 
 
 def test_simulate_takes_the_policy_file(tmp_path: Path) -> None:
     policy = tmp_path / "policy.yaml"
-    policy.write_text("policy_version: 1\npolicy: priced\nparameters: {length_price_s: 1.0}\n")
+    text = "policy_version: 1\npolicy: priced\nparameters: {length_price_s: 1.0}\n"
     arguments = ["simulate", scenario_file(tmp_path), "--policy-file", str(policy), "--json"]
-    done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    assert [row["policy"] for row in json.loads(done.stdout)] == ["priced"]
+    for queue, said in (("", False), ("queue: {name: srpt}\n", True)):
+        policy.write_text(text + queue)
+        done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+        assert done.exit_code == 0, done.output
+        assert [row["policy"] for row in json.loads(done.stdout)] == ["priced"]
+        assert ("queue order srpt, as the policy file has it" in done.stderr) == said
 
 
 PRICES = {
