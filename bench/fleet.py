@@ -32,7 +32,7 @@ from prfaas.testing.redis_server import WHY_SKIPPED, RedisServer, found
 from prfaas.up.fleet_file import FleetFault
 from prfaas.up.fleet_processes import FleetProcesses
 
-ROUNDS = 3
+ROUNDS = 5
 PRFAAS: Instances = {"decode": 5, "prefill": 3, "remote": 4}
 HOMOGENEOUS: Instances = {"decode": 3, "prefill": 9, "remote": 0}
 """The optima of the paper's Table 6: 12 instances each."""
