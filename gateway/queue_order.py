@@ -2,30 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 from gateway.cluster_view import ClusterView
 from gateway.job import Job
-from prfaas.queue_settings import QueueSettings
-
-Key = Callable[[float, float], float]
-"""Of a request that came at a time, and whose prefill will take so many seconds."""
-
-
-def order_key(order: QueueSettings) -> Key:
-    """The key that an order sorts by.
-
-    `srpt`: a prompt is overtaken by shorter ones only for a time in proportion to its own length.
-    `slack`: the latest start that still meets the prompt's deadline.
-    """
-    if order.name == "srpt":
-        ageing = order.ageing
-        return lambda arrival_s, seconds: arrival_s + ageing * seconds
-    if order.name == "slack":
-        fixed_s, share = order.deadline_s, order.deadline_per_s - 1
-        return lambda arrival_s, seconds: arrival_s + fixed_s + share * seconds
-    return lambda arrival_s, seconds: arrival_s
+from prfaas.queue_settings import QueueSettings, order_key
 
 
 class ActivePolicy(Protocol):

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from policies.profiles import find_profile
 from policies.roofline import SHIPPED
 from policies.workload.generate import Generator
 from prfaas.errors import ConfigError
 from prfaas.profile import Part, Profile, Quality, parse_as, read_yaml
+from prfaas.queue_settings import QueueSettings
 
 SCENARIOS = SHIPPED / "scenarios"
 
@@ -137,17 +138,10 @@ class Prices(Part):
     egress_per_gb: float = Field(0.0, ge=0, description="KV that leaves the peer.")
 
 
-class QueueOrder(Part):
-    """Who is prefilled next."""
+class QueueOrder(QueueSettings):
+    """Who is prefilled next; as a scenario's other parts, strict."""
 
-    name: Literal["fcfs", "srpt", "slack"] = Field("fcfs", description="Order of waiting prompts.")
-    ageing: float = Field(
-        2.0, gt=0, description="srpt: by arrival + this times the seconds still to compute."
-    )
-    deadline_s: float = Field(10.0, gt=0, description="slack: every prompt's TTFT deadline.")
-    deadline_per_s: float = Field(
-        0.0, ge=0, description="slack: and so much more for each second it computes."
-    )
+    model_config = ConfigDict(strict=True)
 
 
 class Telemetry(Part):

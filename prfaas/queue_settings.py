@@ -1,7 +1,8 @@
-"""Settings of the order in which requests leave a queue of the gateway."""
+"""Orders in which prompts leave a queue, of gateways as of simulated ones: settings and keys."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import Field
@@ -26,3 +27,22 @@ class QueueSettings(Section):
     deadline_per_s: float = Field(
         0.0, ge=0, description="Order `slack`: so much more for each second of its prefill."
     )
+
+
+Key = Callable[[float, float], float]
+"""Of a request that came at a time, and whose prefill will take so many seconds."""
+
+
+def order_key(order: QueueSettings) -> Key:
+    """The key that an order sorts by.
+
+    `srpt`: a prompt is overtaken by shorter ones only for a time in proportion to its own length.
+    `slack`: the latest start that still meets the prompt's deadline.
+    """
+    if order.name == "srpt":
+        ageing = order.ageing
+        return lambda arrival_s, seconds: arrival_s + ageing * seconds
+    if order.name == "slack":
+        fixed_s, share = order.deadline_s, order.deadline_per_s - 1
+        return lambda arrival_s, seconds: arrival_s + fixed_s + share * seconds
+    return lambda arrival_s, seconds: arrival_s

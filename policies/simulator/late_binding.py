@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
 
 from policies.simulator.events import EventLoop
 from policies.simulator.job import Job
@@ -20,16 +19,6 @@ LINK_PRICE = 2.0
 an instance that is idle because the link is full would fill it further for next to nothing."""
 FLOW_PRICE = 0.5
 """Of those seconds, more for each transfer under way, which shares the link with what moves."""
-
-
-@runtime_checkable
-class BindsLate(Protocol):
-    """A policy whose decisions may still change while a request waits."""
-
-    @property
-    def move_gain_s(self) -> float | None:
-        """What a request must gain to move; None: none ever moves."""
-        ...
 
 
 class LateBinding:

@@ -11,14 +11,14 @@ from policies.prefix_cache import CacheSpec, PrefixCache
 from policies.scenario import Fault, Profiles, Scenario
 from policies.simulator.events import EventLoop
 from policies.simulator.job import Job
-from policies.simulator.late_binding import BindsLate, LateBinding
+from policies.simulator.late_binding import LateBinding
 from policies.simulator.local import make_local
 from policies.simulator.peer import PeerSite
 from policies.simulator.result import Result, Row
 from policies.simulator.view import FREE_BYTES, View, matched_at_d
 from policies.workload.request import Request
 from prfaas.errors import ConfigError
-from prfaas.interfaces import LearningPolicy, RoutingPolicy
+from prfaas.interfaces import BindsLate, LearningPolicy, RoutingPolicy
 from prfaas.profile import Profile, Vector
 from prfaas.snapshot import Outcome, RequestFacts, Target
 

@@ -76,7 +76,6 @@ def test_the_rules_are_those_of_the_simulator() -> None:
     assert MOST_MOVES == simulated.MOST_MOVES
     policy = Priced(PolicySettings(name="priced"))
     assert isinstance(policy, BindsLate)
-    assert isinstance(policy, simulated.BindsLate)
 
 
 def test_what_is_ahead_of_it_decides_not_the_whole_queue() -> None:

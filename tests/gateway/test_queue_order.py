@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from gateway.queue_order import QueueOrder, order_key
+from gateway.queue_order import QueueOrder
 from policies.scenario import QueueOrder as Simulated
 from policies.simulator import order as simulator
 from prfaas.errors import ConfigError
-from prfaas.queue_settings import QueueSettings
+from prfaas.queue_settings import QueueSettings, order_key
 from prfaas.settings import Settings, load_settings
 from prfaas.snapshot import UNKNOWN_CURVE, EngineLoad, LocalEngine, PrefillCurve
 from prfaas.testing.gateway_setup import completion, until

@@ -9,11 +9,11 @@ import pytest
 
 from policies.always_local import AlwaysLocal
 from policies.always_remote import AlwaysRemote
-from policies.simulator.late_binding import BindsLate
 from policies.simulator.result import Result
 from policies.simulator.run import simulate
 from policies.workload.generate import Generator
 from policies.workload.request import Request
+from prfaas.interfaces import BindsLate
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import Decision, Reason, RequestFacts, Snapshot, Target
 
