@@ -83,7 +83,12 @@ class OutOfTime(Exception):
     """A figure is not known, and the time to find figures is over."""
 
 
-OWN = ("policies.parameters", "policies.priced", "policies.simulator.late_binding")
+OWN = (
+    "policies.parameters",
+    "policies.priced",
+    "policies.simulator.late_binding",
+    "prfaas.late_binding",
+)
 NEEDED = ("bench.policy_arms", "bench.policy_cases", "prfaas.profile", "prfaas.snapshot")
 
 
@@ -98,7 +103,7 @@ class Memo:
         loaded = {
             name: Path(str(module.__file__))
             for name, module in sorted(sys.modules.items())
-            if name.split(".")[0] == "policies" or name in NEEDED
+            if name.split(".")[0] == "policies" or name in (*NEEDED, *OWN)
         }
         self._code = _digest(*(p.read_bytes() for n, p in loaded.items() if n not in OWN))
         self._own = _digest(*(loaded[name].read_bytes() for name in OWN))

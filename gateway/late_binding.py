@@ -20,11 +20,9 @@ from gateway.job import Job
 from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.moves import (
-    LOCAL,
     Ahead,
     Better,
     Decide,
-    Move,
     better_at_a_peer,
     better_at_d,
     idle_peers,
@@ -32,16 +30,13 @@ from gateway.moves import (
 )
 from gateway.records import RequestRecord
 from prfaas.clock import Clock
+from prfaas.late_binding import LOCAL, LOOKED_AT, MOST_MOVES, Move
 from prfaas.snapshot import EngineLoad, RequestFacts, Snapshot
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 """Between two looks at who waits, while somebody does."""
-LOOKED_AT = 32
-"""Waiting requests that are compared in one look, which must not keep the others waiting."""
-MOST_MOVES = 2
-"""Of one request: neither is it sent to and fro, nor does an answer come ever later."""
 SETTLE_S = 0.5
 """What was sent so long ago is known to where it was sent, or held up on its way."""
 

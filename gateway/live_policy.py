@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prfaas.errors import ConfigError
-from prfaas.interfaces import BindsLate, LearningPolicy, RoutingPolicy
+from prfaas.interfaces import LearningPolicy, RoutingPolicy
+from prfaas.late_binding import BindsLate
 from prfaas.queue_settings import QueueSettings
 from prfaas.settings import GatewaySettings, PolicySettings
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target

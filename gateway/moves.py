@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
-import msgspec
-
+from prfaas.late_binding import FLOW_PRICE, LINK_PRICE, LOCAL
 from prfaas.snapshot import (
     Decision,
     EngineLoad,
@@ -22,32 +21,8 @@ from prfaas.snapshot import (
     Target,
 )
 
-LOCAL = "local"
-"""D, as estimates name it; instances are `peer/instance`."""
-LINK_PRICE = 2.0
-"""Seconds that a move to a peer must gain besides, for each second of the link that its KV takes:
-an instance that is idle because the link is full would fill it further for next to nothing."""
-FLOW_PRICE = 0.5
-"""Of those seconds, more for each transfer under way, which shares the link with what moves."""
-
 Decide = Callable[[RequestFacts, Snapshot], Decision]
 """The policy, with the state that it has now."""
-
-
-class Move(msgspec.Struct, frozen=True):
-    """One move of a request, as its log line has it."""
-
-    source: str = msgspec.field(name="from")
-    """`local`, or `peer/instance`."""
-    to: str
-    why: str
-    """`peer_idle` or `local_idle`: what stood idle while the request waited."""
-    after_s: float
-    """Since the request came."""
-    stay_s: float
-    """Estimated time to its first token from then on, where it was."""
-    go_s: float
-    """The same where it went, with the price of the link."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from gateway.live_policy import Parameters, Shadow
-from gateway.moves import Move
 from gateway.stages import Mark, Stage, seconds_by_stage, seconds_of, stages_of
 from gateway.trace import Trace
 from prfaas.clock import Clock
 from prfaas.errors import Cancelled, PrfaasError, RateLimited
+from prfaas.late_binding import Move
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot, Target
 
 TURN = "turn"

@@ -39,16 +39,6 @@ class LearningPolicy(RoutingPolicy[State], Protocol):
         ...
 
 
-@runtime_checkable
-class BindsLate(Protocol):
-    """A policy whose decisions may still change while a request waits."""
-
-    @property
-    def move_gain_s(self) -> float | None:
-        """What a request must gain to move; None: none ever moves."""
-        ...
-
-
 class PrefixIndex(Protocol):
     """Which prefixes an engine holds."""
 

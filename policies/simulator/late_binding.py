@@ -9,16 +9,7 @@ from policies.simulator.job import Job
 from policies.simulator.local import Local
 from policies.simulator.peer import PeerSite
 from policies.simulator.pool import PrefillPool
-
-LOOKED_AT = 32
-"""Waiting requests that are compared when a site stands idle."""
-MOST_MOVES = 2
-"""Of one request."""
-LINK_PRICE = 2.0
-"""Seconds that a move to a peer must gain besides, for each second of the link that its KV takes:
-an instance that is idle because the link is full would fill it further for next to nothing."""
-FLOW_PRICE = 0.5
-"""Of those seconds, more for each transfer under way, which shares the link with what moves."""
+from prfaas.late_binding import FLOW_PRICE, LINK_PRICE, LOOKED_AT, MOST_MOVES
 
 
 class LateBinding:

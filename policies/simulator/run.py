@@ -18,7 +18,8 @@ from policies.simulator.result import Result, Row
 from policies.simulator.view import FREE_BYTES, View, matched_at_d
 from policies.workload.request import Request
 from prfaas.errors import ConfigError
-from prfaas.interfaces import BindsLate, LearningPolicy, RoutingPolicy
+from prfaas.interfaces import LearningPolicy, RoutingPolicy
+from prfaas.late_binding import BindsLate
 from prfaas.profile import Profile, Vector
 from prfaas.snapshot import Outcome, RequestFacts, Target
 

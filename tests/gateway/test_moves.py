@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 
 from gateway.moves import (
-    FLOW_PRICE,
-    LINK_PRICE,
     Ahead,
     Better,
     better_at_a_peer,
@@ -18,8 +16,7 @@ from gateway.moves import (
     link_seconds,
 )
 from policies.priced import Priced
-from policies.simulator import late_binding as simulated
-from prfaas.interfaces import BindsLate
+from prfaas.late_binding import FLOW_PRICE
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import (
     Decision,
@@ -67,15 +64,6 @@ def at_a_peer(
 ) -> Better | None:
     ahead = Ahead(ahead_tokens, 1)
     return better_at_a_peer(FACTS, seen, ahead, decide, {"p": flows}, taken)
-
-
-def test_the_rules_are_those_of_the_simulator() -> None:
-    from gateway.late_binding import MOST_MOVES
-
-    assert (LINK_PRICE, FLOW_PRICE) == (simulated.LINK_PRICE, simulated.FLOW_PRICE)
-    assert MOST_MOVES == simulated.MOST_MOVES
-    policy = Priced(PolicySettings(name="priced"))
-    assert isinstance(policy, BindsLate)
 
 
 def test_what_is_ahead_of_it_decides_not_the_whole_queue() -> None:

@@ -9,11 +9,12 @@ import pytest
 
 from policies.always_local import AlwaysLocal
 from policies.always_remote import AlwaysRemote
+from policies.priced import Priced
 from policies.simulator.result import Result
 from policies.simulator.run import simulate
 from policies.workload.generate import Generator
 from policies.workload.request import Request
-from prfaas.interfaces import BindsLate
+from prfaas.late_binding import BindsLate
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import Decision, Reason, RequestFacts, Snapshot, Target
 
@@ -47,6 +48,7 @@ def burst(count: int, tokens: int = 1001) -> list[Request]:
 
 def test_only_a_policy_that_says_so_binds_late() -> None:
     assert isinstance(LocalThenMove(PolicySettings()), BindsLate)
+    assert isinstance(Priced(PolicySettings(name="priced")), BindsLate)
     assert not isinstance(AlwaysLocal(PolicySettings()), BindsLate)
 
 
