@@ -9,6 +9,7 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 
 SOURCES = ["exponent", "int8", "module", "rans", "rans_avx2", "rans_avx512", "transform"]
+HEADERS = ["ladder", "native", "rans", "rans_tables"]
 # Without contraction every CPU gets the same bits: see native.h.
 UNIX_FLAGS = ["-O2", "-std=gnu11", "-fno-math-errno", "-ffp-contract=off", "-Wall"]
 FLAGS = [] if sys.platform == "win32" else UNIX_FLAGS
@@ -28,7 +29,7 @@ setup(
         Extension(
             "prfaas.codecs._native",
             [f"prfaas/codecs/csrc/{name}.c" for name in SOURCES],
-            depends=[f"prfaas/codecs/csrc/{name}.h" for name in ("native", "ladder", "rans")],
+            depends=[f"prfaas/codecs/csrc/{name}.h" for name in HEADERS],
             extra_compile_args=FLAGS,
             py_limited_api=True,
             optional=True,

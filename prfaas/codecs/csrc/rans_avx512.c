@@ -5,7 +5,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 
-#include <immintrin.h>
+#include "rans_tables.h"
 
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,popcnt")))
 
@@ -15,36 +15,6 @@ int rans_avx512(void)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")
         && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")
         && __builtin_cpu_supports("popcnt");
-}
-
-/* Entries of a table by 32-bit indices: single loads are done sooner than a gather. */
-AVX512 static inline __m128i four(const uint32_t *table, __m128i index)
-{
-    uint64_t low = (uint64_t)_mm_cvtsi128_si64(index);
-    uint64_t high = (uint64_t)_mm_extract_epi64(index, 1);
-    __m128i v = _mm_cvtsi32_si128((int)table[(uint32_t)low]);
-    __m128i w = _mm_cvtsi32_si128((int)table[(uint32_t)high]);
-    v = _mm_insert_epi32(v, (int)table[low >> 32], 1);
-    w = _mm_insert_epi32(w, (int)table[high >> 32], 1);
-    return _mm_unpacklo_epi64(v, w);
-}
-
-AVX512 static inline __m256i eight(const uint32_t *table, __m256i index)
-{
-    __m128i a = four(table, _mm256_castsi256_si128(index));
-    __m128i b = four(table, _mm256_extracti128_si256(index, 1));
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(a), b, 1);
-}
-
-AVX512 static inline __m256i of_symbols(const uint32_t *table, const uint8_t *s)
-{
-    __m128i v[2];
-    for (int i = 0; i < 2; i++, s += 4) {
-        __m128i low = _mm_cvtsi32_si128((int)table[s[0]]), high = _mm_cvtsi32_si128((int)table[s[2]]);
-        low = _mm_insert_epi32(low, (int)table[s[1]], 1);
-        v[i] = _mm_unpacklo_epi64(low, _mm_insert_epi32(high, (int)table[s[3]], 1));
-    }
-    return _mm256_inserti128_si256(_mm256_castsi128_si256(v[0]), v[1], 1);
 }
 
 AVX512 static inline __m512i put_sixteen(const uint32_t *table, const uint8_t *s, __m512i x,
@@ -92,7 +62,7 @@ AVX512 void rans_put_avx512(const uint32_t *table, const uint8_t *s, size_t rows
 AVX512 static inline __m256i get_eight(const uint32_t *table, __m256i *x, const uint8_t **words)
 {
     __m256i index = _mm256_and_si256(*x, _mm256_set1_epi32(RANS_TOTAL - 1));
-    __m256i slot = eight(table, index);
+    __m256i slot = entries(table, index);
     __m256i f = _mm256_and_si256(_mm256_srli_epi32(slot, 8), _mm256_set1_epi32(4095));
     __m256i v = _mm256_mullo_epi32(f, _mm256_srli_epi32(*x, RANS_BITS));
     v = _mm256_add_epi32(v, _mm256_srli_epi32(slot, 20));
