@@ -13,7 +13,6 @@ import asyncio
 import enum
 import json
 import math
-import selectors
 import signal
 import socket
 import struct
@@ -23,6 +22,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 import click
+
+from prfaas.testing.fine_selector import FineSelector
 
 _HORIZON_S = 0.003
 """How far ahead of time bytes are put on the line: hides late wake-ups, costs so much queue."""
@@ -489,10 +490,7 @@ def main(listen: int, target: str, rate_bits: float, rtt_ms: float, control: boo
     """Relay TCP with a rate and a delay; the first line printed is JSON with the ports."""
     host, _, port = target.rpartition(":")
     shape = LinkShape(rate_bits, rtt_ms / 1e3)
-    # select() takes microseconds where epoll takes milliseconds, rounded up.
-    with asyncio.Runner(
-        loop_factory=lambda: asyncio.SelectorEventLoop(selectors.SelectSelector())
-    ) as runner:
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(FineSelector())) as runner:
         runner.run(_run(listen, (host, int(port)), shape, control))
 
 
