@@ -11,6 +11,11 @@ from prfaas.snapshot import LocalEngine
 REQUEST_TOKENS = 250
 """At an engine of unknown speed a request in the way weighs as much as so many to prefill."""
 
+ALIKE = 1.1
+"""Engines that would take up to so many times the fastest one's time for a prompt are equally fast:
+equal machines measure curves that differ by some hundredths. For a long prompt those come to more
+than many requests in the way, so all long prompts would meet at one engine."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOption:
@@ -33,12 +38,17 @@ def rank_engines(
     Engines of known speed are compared by the time to work off what waits there and then this
     prompt, of which the cached part costs nothing; and once more by this prompt's own time, for
     others will wait for it. So what shares a prefix stays together, unless that is much slower.
+    Engines that are about equally fast are taken to be so.
     Each request that is there already counts for a decode step, which they all will share: it is
     what tells engines apart whose prompts are prefilled elsewhere.
     Engines of unknown speed are compared by what is not cached there and how many requests they
     have, and what ties is spread by `key`.
     """
     known = all(option.local.curve.known for option in options if option.usable)
+    fastest_s = min(
+        (o.local.curve.seconds(prompt_tokens) for o in options if o.local.curve.known),
+        default=0.0,
+    )
 
     def cost(option: EngineOption) -> tuple[bool, float, float, bytes]:
         local = option.local
@@ -49,6 +59,9 @@ def rank_engines(
         if known and local.curve.known:
             ahead_s = local.curve.seconds(load.queue_tokens + load.sent_tokens)
             own_s = local.curve.seconds(prompt_tokens - cached, cached)
+            whole_s = local.curve.seconds(prompt_tokens)
+            if fastest_s < whole_s <= ALIKE * fastest_s:
+                own_s *= fastest_s / whole_s
             shared_s = busy * load.decode_step_s
             return (not option.usable, round(ahead_s + 2 * own_s + shared_s, 3), busy, spread)
         waiting = busy * REQUEST_TOKENS + prompt_tokens - cached

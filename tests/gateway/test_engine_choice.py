@@ -54,6 +54,21 @@ def test_a_slightly_faster_engine_does_not_get_everything() -> None:
     assert order(option("a", curve=faster), option("b", decode_step_s=0.02))[0] == "a"
 
 
+def test_long_prompts_do_not_meet_at_the_engine_that_measured_a_little_better() -> None:
+    better = PrefillCurve(0.01, 0.00097, 0.0, 256)
+    one = option("a", curve=better, running=6, decode_step_s=0.02)
+    assert order(one, option("b", running=5, decode_step_s=0.02), tokens=50_000)[0] == "b"
+    half = PrefillCurve(0.01, 0.0005, 0.0, 256)
+    much_faster = option("a", curve=half, running=6, decode_step_s=0.02)
+    assert order(much_faster, option("b", decode_step_s=0.02), tokens=50_000)[0] == "a"
+
+
+def test_a_prefix_at_an_engine_that_is_alike_still_counts() -> None:
+    slower = PrefillCurve(0.01, 0.00103, 0.0, 256)
+    cached = option("a", curve=slower, matched=8000, running=6, decode_step_s=0.02)
+    assert order(cached, option("b", decode_step_s=0.02), tokens=10_000)[0] == "a"
+
+
 def test_who_waits_for_kv_will_decode_with_the_rest() -> None:
     coming = option("a", transfers=8, decode_step_s=0.02)
     assert order(coming, option("b", running=4, decode_step_s=0.02)) == ["b", "a"]
