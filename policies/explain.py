@@ -15,6 +15,7 @@ from policies.parameters import SPANS
 from policies.registry import make_policy
 from prfaas.errors import ConfigError
 from prfaas.interfaces import RoutingPolicy
+from prfaas.late_binding import Move
 from prfaas.settings import PolicySettings, validation_message
 from prfaas.snapshot import Decision, Reason, RequestFacts, Snapshot, Target
 
@@ -38,6 +39,9 @@ class Logged:
     facts: RequestFacts
     snapshot: Snapshot
     decision: Decision
+    """The first one."""
+    moves: tuple[Move, ...] = ()
+    """Where the request went after it, while it waited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,8 @@ def read_log(path: Path) -> Iterator[Logged]:
                     row = msgspec.json.decode(line[start:])
                 except msgspec.DecodeError:
                     continue  # other log lines may hold a brace
+                if isinstance(row, dict) and isinstance(row.get("request"), dict):
+                    row = row["request"]  # of a log in JSON
                 if not isinstance(row, dict) or not row.get("decision"):
                     continue
                 yield _logged(row, f"{path}:{number}")
@@ -211,7 +217,9 @@ def _logged(row: Mapping[str, Any], where: str) -> Logged:
         decision = msgspec.convert(row.get("decision"), Decision)
         name = msgspec.convert(row.get("policy"), str)
         request_id = msgspec.convert(row.get("request_id"), str)
+        moves = msgspec.convert(row.get("moves") or (), tuple[Move, ...])
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: not a line that this version wrote: {error}") from error
     parameters = row.get("policy_parameters")
-    return Logged(request_id, name, row.get("policy_state"), parameters, facts, snapshot, decision)
+    state = row.get("policy_state")
+    return Logged(request_id, name, state, parameters, facts, snapshot, decision, moves)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.explain import OVERRIDDEN, Explanation, Flip, explain, find, settings_of
+from prfaas.late_binding import Move
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import Decision, Estimate
 
@@ -36,6 +37,18 @@ def as_data(found: Explanation) -> dict[str, Any]:
         "logged": asdict(logged.decision),
         "replayed": asdict(found.replayed),
         "same": found.same,
+        "moves": [
+            {
+                "after_s": move.after_s,
+                "from": move.source,
+                "to": move.to,
+                "why": move.why,
+                "stay_s": move.stay_s,
+                "go_s": move.go_s,
+                "gain_s": move.gain_s,
+            }
+            for move in logged.moves
+        ],
         "flips": [
             {
                 "input": flip.name,
@@ -60,6 +73,7 @@ def to_text(found: Explanation) -> str:
         f"{logged.decision.uncached_tokens:,} that D lacked",
         f"logged    {_told(logged.decision)}, by {logged.policy}",
         f"replayed  {_told(replayed)}{_difference(found)}",
+        *map(_moved, logged.moves),
     ]
     if replayed.estimates:
         lines.append("")
@@ -87,6 +101,14 @@ def _difference(found: Explanation) -> str:
     if found.logged.decision.reason in OVERRIDDEN:
         return ": the gateway's settings or the client overrode the policy"
     return ": not the same; the gateway's policy had other parameters or was another version"
+
+
+def _moved(move: Move) -> str:
+    return (
+        f"moved     {move.after_s:.3g} s after it came, from {move.source} to {move.to} "
+        f"({move.why}): gains {move.gain_s:.3g} s, {move.go_s:.3g} instead of {move.stay_s:.3g} s "
+        "from then on"
+    )
 
 
 def _estimate(estimate: Estimate, widest: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from policies.explain import Explanation, explain, find, settings_of
+from policies.explain import Explanation, Logged, explain, find, settings_of
 from policies.inputs import inputs_of
 from policies.registry import POLICIES, make_policy
 from prfaas.cli import cli
 from prfaas.errors import ConfigError
+from prfaas.late_binding import Move
+from prfaas.logs import REQUESTS, JsonFormatter
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import Reason, RequestFacts, Snapshot, Target
 from prfaas.testing.contracts import busy_snapshot, long_request
@@ -49,6 +52,12 @@ def explained(tmp_path: Path, text: str, **settings: Any) -> Explanation:
     log.write_text(text)
     logged = find(log, None)
     return explain(logged, PolicySettings.model_validate({"name": logged.policy, **settings}))
+
+
+def find_in(tmp_path: Path, text: str) -> Logged:
+    log = tmp_path / "text.log"
+    log.write_text(text)
+    return find(log, None)
 
 
 def test_the_logged_parameters_are_replayed(tmp_path: Path) -> None:
@@ -135,6 +144,40 @@ def test_an_overridden_decision_and_other_parameters_are_told_apart(tmp_path: Pa
     assert "other parameters" in CliRunner().invoke(cli, ["explain", str(log)]).output
 
 
+def test_moves_of_a_request_that_waited_are_shown(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    there = Move("local", "peer/prefill-0", "peer_idle", 1.5, 4.25, 2.0)
+    home = Move("peer/prefill-0", "local", "local_idle", 3.0, 2.5, 1.0)
+    log.write_text(line(moves=(there, home)) + line(request_id="r2"))
+    asked = ["explain", str(log), "--request-id", "r1"]
+    shown = CliRunner().invoke(cli, asked).output.splitlines()
+    assert shown[3] == (
+        "moved     1.5 s after it came, from local to peer/prefill-0 (peer_idle): "
+        "gains 2.25 s, 2 instead of 4.25 s from then on"
+    )
+    assert shown[4].startswith("moved     3 s after it came, from peer/prefill-0 to local (local_")
+    data = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).output)
+    assert data["moves"][0] == {
+        "after_s": 1.5,
+        "from": "local",
+        "to": "peer/prefill-0",
+        "why": "peer_idle",
+        "stay_s": 4.25,
+        "go_s": 2.0,
+        "gain_s": 2.25,
+    }
+    assert data["moves"][1]["gain_s"] == 1.5
+    assert "moved " not in CliRunner().invoke(cli, ["explain", str(log)]).output
+
+
+def test_a_log_in_json_is_read_too(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    row = line().partition("request ")[2].strip()
+    record = logging.makeLogRecord({"name": REQUESTS, "msg": row, "levelname": "INFO"})
+    log.write_text(JsonFormatter().format(record) + "\n")
+    assert find(log, "r1") == find_in(tmp_path, line())
+
+
 def test_the_command_finds_a_request_and_asks_other_policies(tmp_path: Path) -> None:
     log = tmp_path / "gateway.log"
     short = RequestFacts("r2", 40)
@@ -161,6 +204,7 @@ def test_the_command_finds_a_request_and_asks_other_policies(tmp_path: Path) -> 
         ("nothing here\n", "no line with a decision"),
         (line(policy=5), "gateway.log:1: not a line that this version wrote"),
         (line().replace(":4001", ':"many"'), "gateway.log:1"),
+        (line(moves=[{"from": "local"}]), "gateway.log:1: not a line that this version wrote"),
         (line("priced", policy_state={"closed": "x"}), "the logged state is not priced's"),
         (line(policy="mine"), "'mine' is not one of"),
     ],

@@ -68,10 +68,18 @@ def test_the_gateways_own_log_is_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"\n".join([*rows, b"started", b'{"request_id": "x", "facts": null}']))
     reader = open_trace(path)
-    assert list(reader) == [
+    wanted = [
         Request(1, 0.0, 900, 7, cached_tokens=100),
         Request(2, 1.0, 900, 7, cached_tokens=100),
     ]
+    assert list(reader) == wanted
+    assert reader.counts.skipped == 1
+    in_json = [b'{"logger":"gateway.request","request":%b}' % row[row.index(b"{") :] for row in rows]
+    other = b'{"logger": "gateway.app", "message": "started"}'
+    broken = b'{"logger": "gateway.request", "request": 5}'
+    path.write_bytes(b"\n".join([*in_json, other, broken]))
+    reader = open_trace(path)
+    assert list(reader) == wanted
     assert reader.counts.skipped == 1
 
 
