@@ -22,11 +22,14 @@ Value = float | int | None
 class Made(Part):
     """Where the parameters come from, for people."""
 
-    study: str = Field("", description="Study that found them.")
+    study: str = Field("", description="Study that found them: its name in the storage.")
+    storage: str = Field("", description="File or URL that holds the study, without its password.")
+    command: str = Field("", description="Searches so again, in a storage that has no such study.")
     scenario: str = Field("", description="Scenario they were found on.")
     workload: str = Field("", description="Workload, and the part that trained.")
     objective: str = Field("", description="What was sought.")
     trials: int = Field(0, ge=0, description="Trials of the study.")
+    seed: int = Field(0, ge=0, description="Of the search.")
     trained: float | None = Field(None, description="Value on the part that trained.")
     tested: float | None = Field(None, description="Value on the part that did not.")
 

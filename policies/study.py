@@ -60,6 +60,11 @@ class StudySpec:
     """Of the workload's requests, from the start: they train, the rest tests."""
     seed: int = 0
 
+    @property
+    def study(self) -> str:
+        """Name of its study, where nobody gives one."""
+        return f"{self.policy}-{self.goal}"
+
     def digest(self) -> str:
         """Changes with anything that makes values incomparable: what the files hold, and not where
         they are, which differs where several machines work on one study."""
@@ -252,7 +257,7 @@ def search(
 ) -> tuple[Problem, Study]:
     """As `tune`, without judging what was found."""
     problem = Problem.read(spec)
-    name = name or f"{spec.policy}-{spec.goal}"
+    name = name or spec.study
     study = open_study(spec, storage, name, problem.first())
     left = trials - finished(study)
     if left > 0 and jobs > 1:

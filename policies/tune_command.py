@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from typing import Any
 
 from policies.policy_file import Made, PolicyFile, to_yaml
 from policies.study import Progress, Score, StudySpec, Tuned, search, tune
+from policies.study_storage import shown as stored_at
 from prfaas.errors import ConfigError
 from prfaas.queue_settings import QueueSettings
 
@@ -40,6 +42,30 @@ class TuneOptions:
     study: str | None = None
     write: Path | None = None
     report: Path | None = None
+
+    @property
+    def study_name(self) -> str:
+        return self.study or self.spec.study
+
+    @property
+    def command(self) -> str:
+        """What searches so again, in a storage without such a study."""
+        spec = self.spec
+        words = ["prfaas", "tune", spec.scenario, "--policy", spec.policy, "--goal", spec.goal]
+        if spec.trace is not None:
+            words += ["--trace", str(spec.trace)]
+        if spec.trace_format is not None:
+            words += ["--trace-format", spec.trace_format]
+        words += ["--train-share", f"{spec.train_share:g}"]
+        order = "search" if spec.tune_order else spec.queue_order
+        if order is not None:
+            words += ["--queue-order", order]
+        if spec.tune_shape:
+            words += ["--shape"]
+        words += ["--trials", str(self.trials), "--jobs", str(self.jobs)]
+        if self.study is not None:
+            words += ["--study", self.study]
+        return shlex.join([*words, "--seed", str(spec.seed)])
 
 
 def run_tune(options: TuneOptions, as_json: bool, say: Callable[[str], None] = _silent) -> str:
@@ -133,11 +159,14 @@ def policy_file(tuned: Tuned, options: TuneOptions) -> PolicyFile:
         parameters={name: rounded(value) for name, value in tuned.parameters.items()},
         queue=QueueSettings.model_validate(tuned.queue_order.model_dump()),
         made=Made(
-            study=options.study or "",
+            study=options.study_name,
+            storage=stored_at(options.storage),
+            command=options.command,
             scenario=spec.scenario,
             workload=f"{workload}, first {spec.train_share:.0%}{shape}",
             objective=spec.goal,
             trials=tuned.trials,
+            seed=spec.seed,
             trained=shown(tuned, tuned.trained),
             tested=shown(tuned, tuned.tested),
         ),

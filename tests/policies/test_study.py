@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -30,7 +31,7 @@ from policies.study import (
     run_trials,
     tune,
 )
-from policies.tune_command import Reporter
+from policies.tune_command import Reporter, TuneOptions, policy_file
 from policies.workload.request import Request
 from prfaas.cli import cli
 from prfaas.errors import ConfigError
@@ -264,6 +265,10 @@ def test_the_command_writes_a_policy_file_and_a_page_that_stand_alone(tmp_path: 
     assert file.policy == "priced"
     assert file.made is not None
     assert file.made.tested == pytest.approx(data["tested"]["value"])
+    assert (file.made.study, file.made.seed) == ("priced-ttft", 0)
+    assert file.made.storage == str(tmp_path / "s.journal")
+    again = [*shlex.split(file.made.command)[1:], "--storage", str(tmp_path / "2"), "--json"]
+    assert json.loads(CliRunner().invoke(cli, again, catch_exceptions=False).stdout) == data
     assert file.queue is not None
     assert file.queue.name == data["queue_order"]
     assert make_policy(PolicySettings(file=policy)).name == "priced"
@@ -271,6 +276,21 @@ def test_the_command_writes_a_policy_file_and_a_page_that_stand_alone(tmp_path: 
     assert html.count("<svg") == 2
     assert not any(word in html for word in ("<script", "<link", "src=", "@import"))
     assert "always_local" in html
+
+
+def test_the_command_that_searches_so_again_has_every_choice(tmp_path: Path) -> None:
+    chosen = StudySpec(
+        "my site.yaml", "priced", "cost", None, True, True, Path("t.csv"), "azure", 0.25, 7
+    )
+    options = TuneOptions(chosen, "redis://:secret@host:6379/0", 40, 2, "mine")
+    assert options.command == (
+        "prfaas tune 'my site.yaml' --policy priced --goal cost --trace t.csv --trace-format azure "
+        "--train-share 0.25 --queue-order search --shape --trials 40 --jobs 2 --study mine --seed 7"
+    )
+    tuned = tune(spec(tmp_path), str(tmp_path / "s.journal"), 1, 1)
+    made = policy_file(tuned, options).made
+    assert made is not None
+    assert (made.study, made.storage) == ("mine", "redis://host:6379/0")
 
 
 def test_simulate_takes_the_policy_file(tmp_path: Path) -> None:
