@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator
 
 import pytest
 
+from prfaas.testing import link as relay
 from prfaas.testing.link import BendableLink, LinkShape, Way
 from prfaas.testing.link_process import measure_link
 
@@ -256,3 +258,26 @@ async def test_an_unreachable_target_resets_the_connection(unused_tcp_port: int)
         with pytest.raises(ConnectionError):
             await _round_trip(port, b"a")
         assert link.stats.connections == 0
+
+
+async def test_small_messages_are_not_held_back(
+    echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodelay: list[int] = []
+    abort = relay._abort
+
+    def looked_at(writer: asyncio.StreamWriter) -> None:
+        if not writer.transport.is_closing():
+            sock = writer.get_extra_info("socket")
+            nodelay.append(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        abort(writer)
+
+    monkeypatch.setattr(relay, "_abort", looked_at)
+    async with BendableLink(LinkShape()) as link:
+        port = await link.forward("127.0.0.1", echo.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"one")
+        assert await asyncio.wait_for(reader.readexactly(3), 20) == b"one"
+        link.drop_connections()
+        writer.transport.abort()
+    assert nodelay == [1, 1]  # towards who connects, and towards who is connected to
