@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain as joined
 
 import msgspec
 
 from prfaas.hashing import ID_BYTES, BlockHash, chain_on, ids_as_bytes, root_hash
-from prfaas.word_bounds import next_cut
+from prfaas.word_bounds import LOOK_AHEAD, next_cut
 
 PIECE_CHARS = 2048
-TAIL_CHARS = (512, 128)
+TAIL_CHARS = (512, 128, 32)
 """Of the pieces of what is left at the end, so that little of it is to be done again."""
+SIZES = (PIECE_CHARS, *TAIL_CHARS)
 MAX_PIECES = 4096
 """Of all texts; with hashes for MAX_SALTS one of English text takes 19 KB, so 77 MB in all."""
 MAX_SALTS = 4
@@ -25,30 +27,41 @@ MAX_SALTS = 4
 
 
 class _Piece:
-    """One piece after one beginning. `ids` are its tokens as they are hashed."""
+    """One piece after one beginning. `text` goes on to what is looked at to cut there, so whatever
+    goes on with all of it has this piece too.
+    """
 
-    __slots__ = ("chains", "ids", "number", "text")
+    __slots__ = (
+        "before", "chains", "chars", "ids", "moved", "next", "number", "size", "text", "tokens"
+    )  # fmt: skip
 
-    def __init__(self, text: str, ids: bytes) -> None:
+    def __init__(self, text: str, chars: int, size: int) -> None:
         self.text = text
-        self.ids = ids
+        self.chars = chars
+        self.size = size
+        """Which of SIZES."""
+        self.ids = b""
+        """Its tokens as they are hashed."""
+        self.tokens = 0
+        """With all before it."""
         self.number = 0
+        self.moved = 0
+        self.before: _Piece | None = None
+        self.next: list[_Piece | None] = [None] * len(SIZES)
+        """What last followed, of each size: most texts are the next turn of a known one."""
         self.chains: dict[tuple[int, str], tuple[list[BlockHash], BlockHash, bytes]] = {}
         """Hashes of the blocks that end in it, the last of them, and ids of the block begun."""
 
 
 class Walk(msgspec.Struct):
-    """A text, as far as it is known, and its other pieces in order; the last of them is not kept,
-    because what follows may belong to its last word.
+    """A text, as far as it is known, its other pieces in order, and what is left, which is not
+    kept, because what follows may belong to its last word.
     """
 
     pieces: list[_Piece]
-    rest: list[str]
-    made: list[_Piece] = []
-
-    @property
-    def unknown_chars(self) -> int:
-        return sum(map(len, self.rest))
+    made: list[_Piece]
+    last: str
+    unknown_chars: int
 
     def work(
         self, encode: Callable[[str], list[int]], block_sizes: Iterable[int], salt: str
@@ -56,13 +69,15 @@ class Walk(msgspec.Struct):
         """Tokenise and hash the rest, on any thread: how many tokens there are, and for each size
         the hashes of the blocks before the last token.
         """
-        *kept, last = self.rest
-        self.made = [_Piece(text, ids_as_bytes(encode(text))) for text in kept]
-        ids = encode(last)
-        pieces = [*self.pieces, *self.made]
-        count = sum(len(piece.ids) for piece in pieces) // ID_BYTES + len(ids)
-        end = ids_as_bytes(ids[:-1])
-        return count, {size: _chain(pieces, end, size, salt) for size in block_sizes if size > 0}
+        count = self.pieces[-1].tokens if self.pieces else 0
+        for piece in self.made:
+            piece.ids = ids_as_bytes(encode(piece.text[: piece.chars]))
+            count += len(piece.ids) // ID_BYTES
+            piece.tokens = count
+        ids = encode(self.last)
+        pieces, end = self.pieces + self.made, ids_as_bytes(ids[:-1])
+        chains = {size: _chain(pieces, end, size, salt) for size in block_sizes if size > 0}
+        return count + len(ids), chains
 
 
 class PromptMemory:
@@ -71,7 +86,8 @@ class PromptMemory:
     def __init__(self, max_pieces: int = MAX_PIECES) -> None:
         self._max_pieces = max_pieces
         self._pieces: OrderedDict[tuple[int, str], _Piece] = OrderedDict()
-        self._numbers = 0
+        self._root = _Piece("", 0, 0)
+        self._numbers = self._moves = 0
         self.known_chars = self.new_chars = 0
         """Of all texts so far: what was remembered of them, and what was not."""
 
@@ -81,38 +97,80 @@ class PromptMemory:
     def walk(self, text: str) -> Walk:
         """What is known of its beginning."""
         found: list[_Piece] = []
-        rest: list[str] = []
-        start, number, known_chars = 0, 0, 0
-        for end in _cuts(text):
-            piece = text[start:end]
-            start = end
-            known = None if rest else self._pieces.get((number, piece))
-            if known is None:
-                rest.append(piece)
-                continue
-            self._pieces.move_to_end((number, piece))
-            found.append(known)
-            number, known_chars = known.number, end
-        self.known_chars += known_chars
-        self.new_chars += len(text) - known_chars
-        return Walk(found, [*rest, text[start:]])
+        piece, at, size = self._root, 0, 0
+        while True:
+            following = piece.next[size]
+            if following is None or not text.startswith(following.text, at):
+                cut = next_cut(text, at + SIZES[size])
+                if cut is None:
+                    size += 1
+                    if size == len(SIZES):
+                        break
+                    continue
+                following = self._pieces.get((piece.number, text[at : cut + LOOK_AHEAD]))
+                if following is None:
+                    break
+                piece.next[size] = following
+            found.append(following)
+            piece = following
+            at += following.chars
+        self._used(found)
+        self.known_chars += at
+        self.new_chars += len(text) - at
+        made, end = _cut(text, at, size)
+        return Walk(found, made, text[end:], len(text) - at)
 
     def keep(self, walk: Walk) -> None:
         """What was made of a text's pieces is known from now on."""
-        number = walk.pieces[-1].number if walk.pieces else 0
+        before = walk.pieces[-1] if walk.pieces else self._root
         for piece in walk.made:
-            known = self._pieces.setdefault((number, piece.text), piece)
+            known = self._pieces.setdefault((before.number, piece.text), piece)
             if known is piece:
                 self._numbers += 1
-                piece.number = self._numbers
-            number = known.number
+                self._moves += 1
+                piece.number, piece.moved, piece.before = self._numbers, self._moves, before
+            before.next[piece.size] = known
+            before = known
         while len(self._pieces) > self._max_pieces:
-            self._pieces.popitem(last=False)
+            self._forget(self._pieces.popitem(last=False)[1])
+
+    def _used(self, pieces: Sequence[_Piece]) -> None:
+        """They are moved from the end that is forgotten, the first ones farthest; not each time, as
+        long as far fewer than there is room for have come since.
+        """
+        if not pieces or self._moves - pieces[-1].moved < self._max_pieces // 8:
+            return  # those before it were used whenever it was
+        for piece in reversed(pieces):
+            assert piece.before is not None
+            self._moves += 1
+            piece.moved = self._moves
+            self._pieces.move_to_end((piece.before.number, piece.text))
+
+    @staticmethod
+    def _forget(piece: _Piece) -> None:
+        before = piece.before
+        if before is not None and before.next[piece.size] is piece:
+            before.next[piece.size] = None
+
+
+def _cut(text: str, at: int, size: int) -> tuple[list[_Piece], int]:
+    """New pieces of a text from there on, and where what is left begins. Where it is cut depends on
+    what stands before and the LOOK_AHEAD characters that follow.
+    """
+    made: list[_Piece] = []
+    while size < len(SIZES):
+        cut = next_cut(text, at + SIZES[size])
+        if cut is None:
+            size += 1
+        else:
+            made.append(_Piece(text[at : cut + LOOK_AHEAD], cut - at, size))
+            at = cut
+    return made, at
 
 
 def _chain(pieces: Sequence[_Piece], end: bytes, size: int, salt: str) -> list[BlockHash]:
     key = (size, salt)
-    chain: list[BlockHash] = []
+    parts: list[list[BlockHash]] = []
     parent, left = root_hash(salt), b""
     for piece in pieces:
         known = piece.chains.get(key)
@@ -121,15 +179,7 @@ def _chain(pieces: Sequence[_Piece], end: bytes, size: int, salt: str) -> list[B
             known = piece.chains[key] = (hashes, hashes[-1] if hashes else parent, left)
             if len(piece.chains) > MAX_SALTS:  # another thread may do the same
                 piece.chains.pop(next(iter(piece.chains)), None)
-        chain += known[0]
+        parts.append(known[0])
         _, parent, left = known
-    return chain + chain_on(parent, left + end, size)[0]
-
-
-def _cuts(text: str) -> Iterable[int]:
-    """Where it is cut, which depends on what stands before and the two characters that follow."""
-    at = 0
-    for size in (PIECE_CHARS, *TAIL_CHARS):
-        while (cut := next_cut(text, at + size)) is not None:
-            yield cut
-            at = cut
+    parts.append(chain_on(parent, left + end, size)[0])
+    return list(joined.from_iterable(parts))

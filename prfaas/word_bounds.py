@@ -17,6 +17,8 @@ _SAMPLES = (
     "<tag> text </tag>\nmore text", "don't\nDo", "word ' s word", "s 's t 't re 're",
 )  # fmt: skip
 _CUT = re.compile(r"(?<=[A-Za-z0-9])(?= [A-Za-z])|(?<=\S\n)(?=[^\W\d_])")
+LOOK_AHEAD = 2
+"""So many characters after a place say, with those before it, whether it is one to cut at."""
 _WORDS = re.compile(r"[A-Za-z0-9] [A-Za-z]|\n")
 _PLAIN_MODEL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 
@@ -24,7 +26,7 @@ _PLAIN_MODEL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
 def next_cut(text: str, start: int) -> int | None:
     """Where `text` may be cut from `start` on: before the space between two words of Latin letters,
     and before a letter that begins a line, if the line before is not blank (how blanks are taken
-    apart depends on what follows them). Of what follows, two characters are looked at.
+    apart depends on what follows them). Of what follows, LOOK_AHEAD characters are looked at.
     """
     found = _CUT.search(text, start)
     return None if found is None else found.start()

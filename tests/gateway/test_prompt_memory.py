@@ -74,7 +74,7 @@ def test_it_counts_what_it_knew() -> None:
     prompt_of(memory, text)
     assert (memory.known_chars, memory.new_chars) == (0, len(text))
     walk = memory.walk(text)
-    assert memory.known_chars == sum(len(piece.text) for piece in walk.pieces) > len(text) // 2
+    assert memory.known_chars == sum(piece.chars for piece in walk.pieces) > len(text) // 2
     assert memory.known_chars + memory.new_chars == 2 * len(text)
 
 
@@ -87,6 +87,30 @@ def test_the_least_recently_used_goes_first() -> None:
     assert len(memory) == most
     assert len(memory.walk(texts[2]).pieces) >= 3
     assert memory.walk(texts[1]).pieces == []
+
+
+def test_what_goes_on_otherwise_is_told_from_what_last_followed() -> None:
+    memory = PromptMemory()
+    texts = [story(1, 1200) + story(seed, 600) for seed in (1, 2)]
+    known = []
+    for at in range(6):
+        text = texts[at % 2]
+        assert prompt_of(memory, text) == whole(text)
+        known.append(memory.walk(text))
+    assert known[0].pieces == known[2].pieces == known[4].pieces != known[1].pieces
+    shared = sum(a is b for a, b in zip(known[4].pieces, known[5].pieces, strict=False))
+    assert shared >= 3
+    assert known[4].unknown_chars == len(known[4].last)
+
+
+def test_nothing_that_is_forgotten_is_held_by_what_stood_before_it() -> None:
+    memory = PromptMemory(max_pieces=8)
+    for seed in range(12):
+        prompt_of(memory, story(0, 500) + story(seed, 900))
+    kept = set(memory._pieces.values())
+    assert len(kept) == len(memory) <= 8
+    for piece in (*kept, memory._root):
+        assert {each for each in piece.next if each is not None} <= kept
 
 
 def test_two_at_once_learn_the_same() -> None:
