@@ -143,10 +143,12 @@ class Generation:
         self, inbound: Inbound, sink: ClientSink, record: RequestRecord
     ) -> WholeAnswer | Relayed:
         # 1. Parse and validate what we act on; the engine judges the rest.
-        parsed = parse(inbound.api, inbound.body)
+        short = len(inbound.body) <= self._settings.short_body_bytes
+        stays = short or not self._needs_tokens()
+        whole = not stays and self._tokeniser.reads(len(inbound.body))
+        parsed = parse(inbound.api, inbound.body, whole)
         self._check_model(parsed)
         record.body_bytes, record.stream = parsed.body_bytes, parsed.stream
-        short = parsed.body_bytes <= self._settings.short_body_bytes
         visit = inbound.visit
         quality = visit.quality(inbound.quality_header, self._settings)
         record.kv_quality = quality
@@ -155,8 +157,7 @@ class Generation:
         salt = salt_of(salt, quality)
 
         # 2. Template, tokenise and hash, unless nothing could make it leave D.
-        stays = short or not self._needs_tokens() or bool(parsed.features)
-        if stays:
+        if stays or parsed.features:
             prompt = guess(parsed)
         else:
             record.begins(TOKENISE, self._clock.now())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import Any, TypeVar
@@ -44,8 +44,9 @@ class RecentPrefixes:
         until = self._clock.now() + self._ttl_s - age_s
         young = until - self._ttl_s / 10  # what was sent just before is not made younger again
         known = blocks.get
+        start = _leading(blocks, chain, young)
         # The first blocks are the youngest: they are shared most.
-        made = [block for block in reversed(chain) if known(block, 0.0) < young]
+        made = [block for block in reversed(chain[start:]) if known(block, 0.0) < young]
         for block in made:
             blocks[block] = until
             blocks.move_to_end(block)
@@ -75,19 +76,24 @@ class RecentPrefixes:
         """How many leading blocks of `chain` were sent to `engine` of late.
 
         A block stands for all before it, so where one is known those are too, or were until just
-        now: the last known one is looked for by halves.
+        now.
         """
         blocks = self._engines.get(engine)
-        if not blocks or not chain or chain[0] not in blocks:
-            return 0
-        now, known, end = self._clock.now(), 0, len(chain)
-        while known < end:
-            middle = (known + end) // 2
-            if blocks.get(chain[middle], -1.0) >= now:
-                known = middle + 1
-            else:
-                end = middle
-        return known
+        return _leading(blocks, chain, self._clock.now()) if blocks else 0
+
+
+def _leading(blocks: Mapping[Any, float], chain: Sequence[Hashable], at: float) -> int:
+    """How many of them are remembered until then at least, looked for by halves from the first."""
+    if not chain or blocks.get(chain[0], -1.0) < at:
+        return 0
+    known, end = 1, len(chain)
+    while known < end:
+        middle = (known + end) // 2
+        if blocks.get(chain[middle], -1.0) >= at:
+            known = middle + 1
+        else:
+            end = middle
+    return known
 
 
 def text_chain(body: bytes, salt: str) -> list[int]:

@@ -30,6 +30,7 @@ class ParsedRequest:
     """One body: what we act on, and every top-level value as it came; nothing to close."""
 
     __slots__ = (
+        "_decoded",
         "_fields",
         "_found",
         "api",
@@ -57,9 +58,10 @@ class ParsedRequest:
         ours: bool,
         fields: Mapping[str, msgspec.Raw] | None = None,
         found: Mapping[str, msgspec.Raw] = {},
+        decoded: dict[str, Any] | None = None,
     ) -> None:
         """`fields` are taken from the body when they are asked for, where they are None; `found`:
-        some of them that were met already, empty where absent.
+        some of them that were met already, empty where absent; `decoded`: some that were decoded.
         """
         self.api = api
         self.body = body
@@ -75,6 +77,7 @@ class ParsedRequest:
         """It has fields that only we may write."""
         self._fields = fields
         self._found = found
+        self._decoded = decoded or {}
 
     @property
     def body_bytes(self) -> int:
@@ -92,6 +95,10 @@ class ParsedRequest:
 
     def decode(self, name: str, kind: type[T]) -> T | None:
         """A top-level field, None where absent or null. Raises InvalidRequest naming it."""
+        if name in self._decoded:
+            value = self._decoded.pop(name)  # whoever asks has it: it may be large
+            if value is None or isinstance(value, kind):
+                return value
         raw = self._found.get(name)
         if raw is None:
             return decode_field(self.fields, name, kind)
@@ -124,6 +131,28 @@ class _Chat(_Common):
     def found(self) -> dict[str, msgspec.Raw]:
         return {"messages": self.messages, "tools": self.tools}
 
+    @property
+    def decoded(self) -> dict[str, Any] | None:
+        return None
+
+
+class _WholeChat(_Common):
+    messages: Any = msgspec.UNSET
+    tools: Any = None
+    max_completion_tokens: int | None = None
+
+    @property
+    def has_prompt(self) -> bool:
+        return self.messages is not msgspec.UNSET
+
+    @property
+    def found(self) -> dict[str, msgspec.Raw]:
+        return {}
+
+    @property
+    def decoded(self) -> dict[str, Any] | None:
+        return {"messages": self.messages, "tools": self.tools}
+
 
 class _Completion(_Common):
     prompt: msgspec.Raw = msgspec.Raw()
@@ -140,16 +169,28 @@ class _Completion(_Common):
     def found(self) -> dict[str, msgspec.Raw]:
         return {"prompt": self.prompt}
 
+    @property
+    def decoded(self) -> dict[str, Any] | None:
+        return None
+
 
 _NO_FEATURES: frozenset[str] = frozenset()
 _CHAT = msgspec.json.Decoder(_Chat)
+_WHOLE_CHAT = msgspec.json.Decoder(_WholeChat)
 _COMPLETION = msgspec.json.Decoder(_Completion)
 
 
-def parse(api: Api, body: bytes) -> ParsedRequest:
-    """Raises InvalidRequest: not JSON, not an object, or a field we act on has the wrong type."""
+def parse(api: Api, body: bytes, whole: bool = False) -> ParsedRequest:
+    """Raises InvalidRequest: not JSON, not an object, or a field we act on has the wrong type.
+
+    `whole`: the messages of a chat will be asked for; going through them once is cheaper.
+    """
     try:
-        common = (_CHAT if api is Api.CHAT else _COMPLETION).decode(body)
+        common: _Chat | _WholeChat | _Completion
+        if api is Api.CHAT:
+            common = (_WHOLE_CHAT if whole else _CHAT).decode(body)
+        else:
+            common = _COMPLETION.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _parse_fields(api, body)  # says what is wrong, or takes what is rare
     if not common.has_prompt or (common.n or 1) > 1:
@@ -168,6 +209,7 @@ def parse(api: Api, body: bytes) -> ParsedRequest:
         transfer=None,
         ours=False,
         found=common.found,
+        decoded=common.decoded,
     )
 
 

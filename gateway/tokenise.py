@@ -92,6 +92,10 @@ class Tokeniser:
     def available(self) -> bool:
         return self._tokenizer is not None
 
+    def reads(self, body_bytes: int) -> bool:
+        """It looks into chats of this size, on the event loop."""
+        return self._memory is not None and INLINE_BYTES < body_bytes <= REMEMBERED_BYTES
+
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
@@ -100,7 +104,7 @@ class Tokeniser:
         if self._tokenizer is None and parsed.api is Api.CHAT:
             return guess(parsed)  # whatever is in it: the engine is to judge that
         loop = asyncio.get_running_loop()
-        if INLINE_BYTES < parsed.body_bytes <= REMEMBERED_BYTES and self._memory is not None:
+        if self._memory is not None and self.reads(parsed.body_bytes):
             return await self._remembered(self._memory, parsed, block_sizes, salt)
         if parsed.body_bytes <= INLINE_BYTES:
             return self._prompt(parsed, block_sizes, salt)

@@ -73,3 +73,14 @@ def test_what_was_just_sent_is_not_made_younger_but_stays() -> None:
     assert recent.match(A, chain("a", "b")) == 2
     clock.advance(100.0)
     assert recent.match(A, chain("a")) == 0
+
+
+def test_a_turn_of_a_conversation_makes_all_before_it_younger_in_time() -> None:
+    clock = ManualClock()
+    recent = RecentPrefixes(clock, ttl_s=100)
+    blocks = [f"{at}".encode() for at in range(200)]
+    for turn in range(1, 101):
+        made = recent.sent(A, blocks[: 2 * turn])
+        assert made[:2] == [blocks[2 * turn - 1], blocks[2 * turn - 2]]
+        clock.advance(7.0)
+    assert recent.match(A, blocks) == 200

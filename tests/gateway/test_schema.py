@@ -134,3 +134,37 @@ def test_the_salt_replaces_the_clients() -> None:
 def test_paths() -> None:
     assert Api.CHAT.path == "/v1/chat/completions"
     assert Api.COMPLETIONS.path == "/v1/completions"
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        '[{"role": "user", "content": "\u00e9t\\u00e9 \\ud83d\\ude42"}]', "[]", "null",
+        '"x"', "{}",
+        '[{"content": "\\ud800"}]', "[1e999]", '[{"a": 1' + "0" * 40 + "}]",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("more", ["", ', "tools": [{"type": "function"}], "n": 1', ', "n": 2'])
+def test_a_chat_read_as_a_whole_says_the_same(messages: str, more: str) -> None:
+    body = f'{{"model": "m", "max_tokens": 7, "messages": {messages}{more}}}'.encode()
+
+    def said(whole: bool) -> list[object]:
+        try:
+            parsed = parse(Api.CHAT, body, whole)
+        except InvalidRequest as exc:
+            return [str(exc)]
+        found: list[object] = [parsed.model, parsed.max_tokens, parsed.features]
+        for name in ("messages", "tools", "messages", "absent"):
+            try:
+                found.append(parsed.decode(name, list))
+            except InvalidRequest as exc:
+                found.append(str(exc))
+        return [*found, bytes(parsed.fields["messages"])]
+
+    assert said(whole=True) == said(whole=False)
+
+
+def test_a_chat_without_messages_is_refused_however_it_is_read() -> None:
+    for whole in (False, True):
+        with pytest.raises(InvalidRequest, match="messages: this field is required"):
+            parse(Api.CHAT, b'{"model": "m"}', whole)
