@@ -26,6 +26,7 @@ from gateway.generation import Generation
 from gateway.handlers import Handlers
 from gateway.ids import Ids
 from gateway.live_policy import Effective, LivePolicy, MakePolicy
+from gateway.long_way import LongWay
 from gateway.member_file import read_members
 from gateway.members import Members, merged, require_key
 from gateway.membership import Membership
@@ -221,22 +222,14 @@ class Gateway:
         )
         app = handlers.app()
         self.dashboard.add_routes(app.router)
-        runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            logger=server_logger(),
-            keepalive_timeout=IDLE_CLIENT_S,
-            lingering_time=LINGER_S,
-            shutdown_timeout=CUT_S,
-        )
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=CUT_S)
         front = self.front = Front(
             self._limits,
             self.generation,
             self.admission,
             self.metrics,
             self._ids,
-            partial(_aiohttp_protocol, runner),
+            partial(_long_way, runner, self._ids),
             IDLE_CLIENT_S,
             self._door,
         )
@@ -314,10 +307,17 @@ class Gateway:
             self.tokenizer_check.start(self._settings.model)
 
 
-def _aiohttp_protocol(runner: web.AppRunner) -> asyncio.Protocol:
+def _long_way(runner: web.AppRunner, ids: Ids) -> asyncio.Protocol:
     """For one connection; the runner is set up."""
     assert runner.server is not None
-    return runner.server()
+    return LongWay(
+        runner.server,
+        ids,
+        access_log=None,
+        logger=server_logger(),
+        keepalive_timeout=IDLE_CLIENT_S,
+        lingering_time=LINGER_S,
+    )
 
 
 def check_settings(settings: Settings) -> None:

@@ -23,6 +23,9 @@ _NOT_HERE = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"content-en
 """With one of these a request takes the long way."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
 _LENGTH = re.compile(rb"[0-9]{1,12}")
+_START = re.compile(rb"[A-Z]+(?: (?:[!-~]+(?: [!-~]*)?)?)?\r?|")
+"""Of a request line that has not come whole."""
+_LINE = re.compile(rb"[A-Z]+ [!-~]+ HTTP/1\.[01]\r")
 _LENGTH_LINE = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([0-9]{1,12})\r\n")
 _EACH_ITS_OWN = ("x-request-id", "traceparent")
 """With one of these a head does not come again."""
@@ -32,7 +35,7 @@ MAX_KNOWN, MAX_KNOWN_BYTES = 64, 1024
 class ClientHead:
     """What we act on of one head. `fields` are those that the gateway reads or passes on."""
 
-    __slots__ = ("_complete", "_plain", "api", "body_bytes", "fields")
+    __slots__ = ("_complete", "_hosts", "_plain", "api", "body_bytes", "fields")
 
     def __init__(self, api: Api) -> None:
         self.api = api
@@ -40,17 +43,18 @@ class ClientHead:
         self.body_bytes = -1
         self._plain = True
         self._complete = False
+        self._hosts = 0
 
     def again(self, body_bytes: int) -> ClientHead:
         """The same with a body of another length; `fields` are shared."""
         head = ClientHead(self.api)
         head.fields, head.body_bytes = self.fields, body_bytes
-        head._complete = True
+        head._complete, head._hosts = True, 1
         return head
 
     @property
     def usable(self) -> bool:
-        return self._plain and self._complete and self.body_bytes >= 0
+        return self._plain and self._complete and self._hosts == 1 and self.body_bytes >= 0
 
     # --- called by httptools ---
 
@@ -64,6 +68,8 @@ class ClientHead:
                 self._plain = False
             else:
                 self.body_bytes = int(value)
+        elif key == b"host":
+            self._hosts += 1
         elif key in _NOT_HERE or (key == b"connection" and value.lower() != b"keep-alive"):
             self._plain = False
 
@@ -120,6 +126,14 @@ class KnownClientHeads:
         if len(self._heads) >= MAX_KNOWN:
             self._heads.clear()
         self._heads[key] = head
+
+
+def may_become_head(data: bytes) -> bool:
+    """Whether more bytes could make a head of this: what cannot be HTTP is not waited for."""
+    line, ended, rest = data.lstrip(b"\r\n").partition(b"\n")
+    if not ended:
+        return _START.fullmatch(line) is not None
+    return _LINE.fullmatch(line) is not None and b"\n\n" not in rest
 
 
 def request_id_of(given: str, ids: Ids) -> str:

@@ -22,6 +22,7 @@ from gateway.client_head import (
     PASSED_HEADERS,
     ClientHead,
     KnownClientHeads,
+    may_become_head,
     request_id_of,
 )
 from gateway.generation import Generation
@@ -33,6 +34,7 @@ from gateway.quality import QUALITY_HEADER
 from gateway.relay import WholeAnswer
 from gateway.tenancy.door import ANYBODY, Door
 from gateway.trace import trace_of
+from gateway.unread import Unread
 from prfaas.errors import Cancelled, InvalidRequest, Overloaded, PrfaasError
 from prfaas.limits import Limits
 
@@ -75,6 +77,7 @@ class Front:
         self.known_heads = KnownClientHeads()
         self._idle_s = idle_s
         self._connections: set[ClientConnection] = set()
+        self.unread = Unread()
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._sweep_s = min(SWEEP_S, idle_s / 4, limits.slow_client_timeout_s / 4)
@@ -110,18 +113,20 @@ class Front:
             connection.abort()
         await asyncio.sleep(0)  # the loop closes the sockets
 
-    def opened(self, connection: ClientConnection) -> None:
+    def opened(self, connection: ClientConnection, transport: asyncio.Transport) -> None:
         self._connections.add(connection)
+        self.unread.add(transport)
 
     def gone(self, connection: ClientConnection) -> None:
         self._connections.discard(connection)
 
     def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
-        now = loop.time()
-        for connection in tuple(self._connections):
-            connection.tick(now, self._idle_s, self.limits.slow_client_timeout_s)
+        now, slow_s = loop.time(), self.limits.slow_client_timeout_s
         self._timer = loop.call_later(self._sweep_s, self._sweep)
+        for connection in tuple(self._connections):
+            connection.tick(now, self._idle_s, slow_s)
+        self.unread.sweep(now, slow_s)
 
 
 class ClientConnection(asyncio.Protocol):
@@ -155,7 +160,7 @@ class ClientConnection(asyncio.Protocol):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._since = self._loop.time()
         self._task = self._loop.create_task(self._serve())
-        self._front.opened(self)
+        self._front.opened(self, self._transport)
 
     def data_received(self, data: bytes) -> None:
         if self._head is None:
@@ -188,7 +193,7 @@ class ClientConnection(asyncio.Protocol):
     def _begin(self, data: bytes) -> None:
         """A request from its first byte."""
         end = data.find(b"\r\n\r\n") + 4
-        if end < 4 and len(data) <= MAX_HEAD_BYTES and b"\n\n" not in data:
+        if end < 4 and len(data) <= MAX_HEAD_BYTES and may_become_head(data):
             self._held = data
             return
         self._held = b""
@@ -248,7 +253,7 @@ class ClientConnection(asyncio.Protocol):
 
     def tick(self, now: float, idle_s: float, slow_s: float) -> None:
         """Close what has been idle for too long, and refuse a body that does not arrive."""
-        if self._transport is None:
+        if self._transport is None or self._transport.is_closing():
             return
         if self._head is None:
             if now - self._since > idle_s:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from gateway import openapi
 from gateway.admission import Admission, FallbackBudget
@@ -46,6 +47,10 @@ from prfaas.limits import Limits
 logger = logging.getLogger(__name__)
 
 MAX_LISTED = 1000
+CONTINUE = "100-continue"
+ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
+"""Of bodies, that aiohttp undoes."""
+_LIMIT = re.compile(r"[0-9]{1,9}")
 UNWAITED_BYTES = 16 << 10
 """What a client's empty send buffer takes without anyone having to wait for it."""
 
@@ -98,10 +103,11 @@ class Handlers:
         app = web.Application(
             client_max_size=self._limits.max_body_bytes, middlewares=[self._errors]
         )
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completions)
+        post = partial(app.router.add_post, expect_handler=_not_yet)
+        post("/v1/chat/completions", self._chat)
+        post("/v1/completions", self._completions)
         for api in PassedApi:
-            app.router.add_post(api.path, partial(self._passed, api))
+            post(api.path, partial(self._passed, api))
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model:.+}", self._one_model)
         app.router.add_get(openapi.PATH, self._openapi)
@@ -188,13 +194,16 @@ class Handlers:
         return sink.response if answer is None else _whole(answer, request_id)
 
     async def _body(self, request: web.Request) -> bytes:
+        if request.version == HttpVersion11 and "expect" in request.headers:
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0  # the answer has not begun
         try:
             async with asyncio.timeout(self._limits.slow_client_timeout_s):
                 return await request.read()
         except TimeoutError as exc:
             raise InvalidRequest("the body did not arrive in time") from exc
         except (ConnectionError, web.RequestPayloadError) as exc:
-            raise InvalidRequest("the body broke off") from exc
+            raise InvalidRequest("the body broke off, or is not as its headers say") from exc
 
     async def _models(self, request: web.Request) -> web.Response:
         card = await self._models_page.card(self._shown_headers(request))
@@ -228,7 +237,7 @@ class Handlers:
 
     async def _requests(self, request: web.Request) -> web.Response:
         text = request.query.get("limit", "50")
-        if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MAX_LISTED:
+        if not _LIMIT.fullmatch(text) or not 1 <= int(text) <= MAX_LISTED:
             raise InvalidRequest(f"limit: from 1 to {MAX_LISTED}, not {text[:20]!r}", param="limit")
         if self._everyone is not None:
             return _json({"requests": await self._everyone.requests(int(text))})
@@ -276,6 +285,7 @@ class Handlers:
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            _check_head(request, self._limits.max_body_bytes)
             self._guard(request)
             return await handler(request)
         except web.HTTPException as exc:
@@ -369,12 +379,31 @@ def _authorization(request: web.Request) -> str:
     return request.headers.get("authorization", "")
 
 
+async def _not_yet(request: web.Request) -> None:
+    """A body is asked for when it is to be read, and not where the request is refused."""
+
+
+def _check_head(request: web.Request, max_body_bytes: int) -> None:
+    """What is HTTP, but not for us. Raises InvalidRequest, BodyTooLarge and aiohttp's refusals."""
+    if request.version not in (HttpVersion10, HttpVersion11):
+        raise web.HTTPVersionNotSupported
+    headers = request.headers
+    if headers.get("expect", CONTINUE).lower() != CONTINUE:
+        raise web.HTTPExpectationFailed
+    if headers.get("content-encoding", "identity").lower() not in ENCODINGS:
+        raise web.HTTPUnsupportedMediaType(reason="Content-Encoding: only gzip and deflate")
+    length = request.content_length
+    if length is not None and length > max_body_bytes:
+        raise BodyTooLarge(f"the body has {length} bytes, more than the limit of {max_body_bytes}")
+
+
 def _passed_headers(request: web.Request) -> dict[str, str]:
     """Raises InvalidRequest for one that is no text, which could not go on as it came."""
     passed: dict[str, str] = {}
+    hops = ",".join(request.headers.getall("connection", ())).lower().replace(" ", "").split(",")
     for name in PASSED_HEADERS:
         value = request.headers.get(name)
-        if value is None:
+        if value is None or name in hops:
             continue
         try:
             value.encode()
@@ -394,7 +423,7 @@ def _of_http(exc: web.HTTPException, request: web.Request) -> tuple[PrfaasError,
         return InvalidRequest(text), {"allow": allowed}
     if exc.status == 404:
         return NotFound(f"there is no {request.path[:200]}"), {}
-    if exc.status < 500:
+    if exc.status < 500 or isinstance(exc, web.HTTPVersionNotSupported):
         return InvalidRequest(exc.reason), {}
     return PrfaasError(exc.reason), {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 _NAME = "prfaas.http"
@@ -17,7 +18,7 @@ class ClientsDoing(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
         malformed = isinstance(error, HttpProcessingError) and error.code < 500
-        if malformed or isinstance(error, ConnectionError):
+        if malformed or isinstance(error, ConnectionError | web.RequestPayloadError):
             # It comes from whoever finds the port, as often as they like: no error of ours.
             record.levelno, record.levelname = logging.INFO, logging.getLevelName(logging.INFO)
             record.msg = f"{record.msg}: {type(error).__name__}"

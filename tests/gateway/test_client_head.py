@@ -7,13 +7,14 @@ from gateway.client_head import (
     MAX_KNOWN,
     ClientHead,
     KnownClientHeads,
+    may_become_head,
     plain_head,
     request_id_of,
 )
 from gateway.ids import Ids
 from gateway.schema import Api
 
-LINE = b"POST /v1/completions HTTP/1.1\r\n"
+LINE = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 LENGTH = b"content-length: 5\r\n"
 
 
@@ -61,7 +62,7 @@ def test_few_heads_are_kept_and_none_that_comes_once() -> None:
 
 def test_a_plain_head_has_what_we_act_on() -> None:
     head = head_of(
-        b"Host: x\r\n", b"Authorization:  Bearer k \r\n", LENGTH, b"X-Request-ID: a\r\n",
+        b"Authorization:  Bearer k \r\n", LENGTH, b"X-Request-ID: a\r\n",
         b"x-request-id: b\r\n", b"Cookie: c\r\n", b"Connection: Keep-Alive\r\n",
         b"user-agent: \xc3\xa9\r\n",
     )  # fmt: skip
@@ -71,7 +72,7 @@ def test_a_plain_head_has_what_we_act_on() -> None:
     assert head.fields == {
         "authorization": "Bearer k", "x-request-id": "a", "user-agent": "é"
     }  # fmt: skip
-    chat = head_of(LENGTH, line=b"POST /v1/chat/completions HTTP/1.1\r\n")
+    chat = head_of(LENGTH, line=LINE.replace(b"/comp", b"/chat/comp"))
     assert chat.api is Api.CHAT
 
 
@@ -89,7 +90,7 @@ def test_a_plain_head_has_what_we_act_on() -> None:
     ],
 )
 def test_another_line_takes_the_long_way(line: bytes) -> None:
-    assert head_of(LENGTH, line=line) is None
+    assert head_of(b"host: x\r\n", LENGTH, line=line) is None
 
 
 @pytest.mark.parametrize(
@@ -109,6 +110,7 @@ def test_another_line_takes_the_long_way(line: bytes) -> None:
         (LENGTH, b"connection: close\r\n"),
         (LENGTH, b"connection: upgrade\r\n", b"upgrade: h2c\r\n"),
         (LENGTH, b"content-encoding: gzip\r\n"),
+        (LENGTH, b"Host: y\r\n"),
         (LENGTH, b" folded: x\r\n"),
         (LENGTH, b"bad name: x\r\n"),
         (LENGTH, b"x: a\rb\r\n"),
@@ -121,6 +123,37 @@ def test_another_line_takes_the_long_way(line: bytes) -> None:
 )
 def test_anything_unusual_takes_the_long_way(fields: tuple[bytes, ...]) -> None:
     assert head_of(*fields) is None
+
+
+def test_a_request_without_a_host_takes_the_long_way() -> None:
+    assert head_of(LENGTH, line=b"POST /v1/completions HTTP/1.1\r\n") is None
+
+
+@pytest.mark.parametrize(
+    "whole", [b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\nGET / HTTP/1.0\r\n\r\n"]
+)
+def test_any_start_of_a_head_may_become_one(whole: bytes) -> None:
+    assert all(may_become_head(whole[:end]) for end in range(len(whole)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x00\xc8\x01",
+        b"SSH-2.0-OpenSSH_9.0\r\n",
+        b"get / HTTP/1.1",
+        b"\xff",
+        b"GET /\xff",
+        b"GET / HTTP/2.0\r\n",
+        b"GET / HTTP/1.1\n",
+        b"GET /\r\n",
+        b"GET / HTTP/1.1\r\na: b\n\n",
+        b"EHLO x\r\n",
+        b"\0",
+    ],
+)
+def test_what_is_no_start_of_a_head_is_not_waited_for(data: bytes) -> None:
+    assert not may_become_head(data)
 
 
 def test_request_ids_are_the_clients_where_they_are_ids() -> None:

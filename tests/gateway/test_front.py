@@ -270,7 +270,9 @@ async def test_a_client_that_does_not_read_stops_the_stream(
 async def test_what_is_sent_ahead_is_bounded(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ClientConnection] = []
     opened = cluster.gateway.front.opened
-    monkeypatch.setattr(cluster.gateway.front, "opened", lambda c: (made.append(c), opened(c)))
+    monkeypatch.setattr(
+        cluster.gateway.front, "opened", lambda c, t: (made.append(c), opened(c, t))
+    )
     cluster.engine.script = Script(first_delay_s=0.4)
     async with client_of(cluster) as client:
         client.writer.write(request(body_of()) + request(body_of(user="u" * 3_000_000)))
