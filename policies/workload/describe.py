@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from policies.prefix_cache import CacheSpec, PrefixCache
-from policies.workload.request import Request
+from policies.workload.request import BLOCK_TOKENS, Request
 from prfaas.errors import ConfigError
 
 SHARES = (0.5, 0.9, 0.99)
@@ -60,7 +60,7 @@ class Description:
     """Of all prompt tokens, with that cache."""
     reuse_share_unbounded: float
     full_hit_share: float
-    """Of requests, all of whose whole blocks were cached."""
+    """Of requests, that they have whole blocks and all of those were cached once."""
     uncached_above: Mapping[int, float]
     """Share of requests with more uncached tokens than this."""
     interarrival_cv2: float
@@ -72,8 +72,9 @@ class Description:
 
     def to_text(self) -> str:
         """For a terminal."""
+        rate = f"{self.rate_per_s:.3g} a second" if self.span_s > 0 else "all at once"
         rows = [
-            f"{self.requests} requests in {self.span_s:.0f} s: {self.rate_per_s:.3g} a second",
+            f"{self.requests} requests in {self.span_s:.4g} s: {rate}",
             "                  mean      P50      P90      P99  largest",
         ]
         for name, spread in (
@@ -89,7 +90,7 @@ class Description:
         )
         rows += [
             f"reuse {self.reuse_share:.1%} of prompt tokens ({self.reuse_share_unbounded:.1%} with "
-            f"a cache without bound); {self.full_hit_share:.1%} of requests hit in full",
+            f"a cache without bound); of {self.full_hit_share:.1%} of requests, all whole blocks",
             f"more uncached tokens than {above}",
             f"time between arrivals: squared variation {self.interarrival_cv2:.2f} (Poisson: 1)",
             f"arrivals in windows: variance over mean (and peak over mean): {bursts}",
@@ -126,7 +127,8 @@ def read_columns(requests: Iterable[Request], cache: CacheSpec) -> Columns:
         output.append(r.output_tokens)
         uncached.append(r.prompt_tokens - hit)
         least.append(r.prompt_tokens - ever)
-        full += ever >= most
+        whole = r.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS if r.blocks else most
+        full += ever >= min(whole or most, most)
     if not arrival:
         raise ConfigError("the workload has no requests")
     return Columns(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import heapq
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ NAMED_LINES = 3
 REORDER_ROWS = 1024
 """A row may come this many rows late and is still put in its place."""
 MAX_LINE_CHARS = 16 << 20
+GZIP_MAGIC = b"\x1f\x8b"
 
 
 class MalformedRow(ValueError):
@@ -85,7 +87,7 @@ class RowReader:
 
     def _rows(self, counts: RowCounts) -> Iterator[tuple[int, Request]]:
         try:
-            with _open(self.path) as lines:
+            with open_text(self.path) as lines:
                 for number, line in enumerate(_bounded(lines), 1):
                     try:
                         if len(line) >= MAX_LINE_CHARS:
@@ -94,17 +96,32 @@ class RowReader:
                     except MalformedRow as problem:
                         counts.skip(number, str(problem))
                         continue
+                    except ConfigError as error:
+                        raise ConfigError(f"{self.path}, line {number}: {error.message}") from error
                     if request is not None:
                         yield number, request
-        except (OSError, EOFError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"cannot read {self.path}: {reason}") from error
+        except UNREADABLE as error:
+            raise unreadable(self.path, error) from error
 
 
-def _open(path: Path) -> IO[str]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", encoding="utf-8")
-    return path.open(encoding="utf-8")
+UNREADABLE = (OSError, EOFError, UnicodeDecodeError, zlib.error)
+"""What opening or reading a trace raises where the file is no trace, or only half of one."""
+
+
+def unreadable(path: Path, error: Exception) -> ConfigError:
+    """What is wrong with a file, for people."""
+    if isinstance(error, UnicodeDecodeError):
+        return ConfigError(f"cannot read {path}: it is not text: {error.reason}")
+    return ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}")
+
+
+def open_text(path: Path) -> IO[str]:
+    """A text file, plain or gzip whatever its name says; a byte order mark is passed over."""
+    with path.open("rb") as start:
+        packed = start.read(2) == GZIP_MAGIC
+    if packed:
+        return gzip.open(path, "rt", encoding="utf-8-sig")
+    return path.open(encoding="utf-8-sig")
 
 
 def _bounded(lines: IO[str]) -> Iterator[str]:
@@ -121,7 +138,9 @@ def _reordered(rows: Iterable[tuple[int, Request]], counts: RowCounts) -> Iterat
     last = float("-inf")
     for line, request in rows:
         if request.arrival_s < last:
-            counts.skip(line, f"timestamp more than {REORDER_ROWS} rows out of order")
+            counts.skip(
+                line, f"timestamp more than {REORDER_ROWS} rows out of order, sort the file"
+            )
             continue
         heapq.heappush(waiting, (request.arrival_s, line, request))
         if len(waiting) > REORDER_ROWS:

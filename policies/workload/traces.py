@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,11 +14,14 @@ from typing import Any
 import msgspec
 
 from policies.workload.request import BLOCK_TOKENS, Request
-from policies.workload.rows import MalformedRow, RowReader, _open
+from policies.workload.rows import UNREADABLE, MalformedRow, RowReader, open_text, unreadable
 from prfaas.errors import ConfigError
 
 MAX_TOKENS = 1 << 31
 """No prompt or answer is longer than this; a row that says so is malformed."""
+MAX_DIGITS = len(str(MAX_TOKENS))
+TIMESTAMP = re.compile(r"([^.Zz+]*?)(\.[0-9]{1,12})?([Zz]|[+-][0-9]{2}:?[0-9]{2})?")
+AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
 def open_trace(path: Path, kind: str | None = None) -> RowReader:
@@ -85,24 +89,34 @@ def _mooncake() -> Callable[[str, int], Request | None]:
 
 
 def _azure() -> Callable[[str, int], Request | None]:
-    """TIMESTAMP,ContextTokens,GeneratedTokens."""
-    header = "TIMESTAMP,ContextTokens,GeneratedTokens"
+    """TIMESTAMP,ContextTokens,GeneratedTokens; a header may name them in another order, among
+    others."""
+    at = {name: position for position, name in enumerate(AZURE_COLUMNS)}
 
     def parse(line: str, number: int) -> Request | None:
         line = line.strip()
-        if not line or line.lstrip("\ufeff").startswith(header):
+        if not line:
             return None
-        cells = line.split(",")
-        if len(cells) < 3:
-            raise MalformedRow("fewer than three columns")
+        cells = [cell.strip() for cell in line.split(",")]
+        if "ContextTokens" in cells:
+            missing = [name for name in AZURE_COLUMNS if name not in cells]
+            if missing:
+                raise ConfigError(f"no column {' and no '.join(missing)} among {', '.join(cells)}")
+            at.update((name, cells.index(name)) for name in AZURE_COLUMNS)
+            return None
+        if len(cells) <= max(at.values()):
+            raise MalformedRow("fewer columns than there should be")
         counts = []
-        for name, cell in (("ContextTokens", cells[1]), ("GeneratedTokens", cells[2])):
-            if not cell.isascii() or not cell.isdigit() or int(cell) > MAX_TOKENS:
+        for name in AZURE_COLUMNS[1:]:
+            cell = cells[at[name]]
+            digits = cell.isascii() and cell.isdigit() and len(cell) <= MAX_DIGITS
+            if not digits or int(cell) > MAX_TOKENS:
                 raise MalformedRow(f"{name} is not a count of tokens")
             counts.append(int(cell))
         if counts[0] == 0:
             raise MalformedRow("ContextTokens is zero")
-        return Request(number, _timestamp(cells[0]), counts[0], max(1, counts[1]))
+        when = _timestamp(cells[at["TIMESTAMP"]])
+        return Request(number, when, counts[0], max(1, counts[1]))
 
     return parse
 
@@ -149,11 +163,13 @@ TRACE_KINDS: Mapping[str, Callable[[], Callable[[str, int], Request | None]]] = 
 
 def _sniff(path: Path) -> str:
     try:
-        with _open(path) as lines:
+        with open_text(path) as lines:
             head = [lines.readline(1 << 16) for _ in range(20)]
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    except UNREADABLE as error:
+        raise unreadable(path, error) from error
     text = "\n".join(head)
+    if not text.strip():
+        raise ConfigError(f"{path} has no usable row: it is empty")
     for mark, kind in (
         ("ContextTokens", "azure"),
         ("input_length", "mooncake"),
@@ -194,11 +210,14 @@ def _seconds(row: Mapping[str, Any], name: str) -> float:
 
 
 def _timestamp(text: str) -> float:
-    # Seven digits of a second; fromisoformat reads six.
-    whole, _, fraction = text.strip().partition(".")
+    # Azure's first traces have seven digits of a second, of which fromisoformat reads six; its
+    # later ones a time zone.
+    found = TIMESTAMP.fullmatch(text)
+    if found is None:
+        raise MalformedRow("TIMESTAMP is not a time")
+    whole, fraction, zone = found.groups()
     try:
-        at = datetime.fromisoformat(whole)
-        part = float(f"0.{fraction}") if fraction else 0.0
-    except ValueError as error:
+        at = datetime.fromisoformat(whole + (zone or "+00:00"))
+        return at.timestamp() + float(fraction or 0)
+    except (ValueError, OverflowError) as error:
         raise MalformedRow("TIMESTAMP is not a time") from error
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() + part

@@ -187,7 +187,7 @@ def test_workload_describes_a_trace(trace: Path) -> None:
     done = run("workload", str(trace))
     assert done.exit_code == 0, done.output
     assert "200 requests in 179 s" in done.stdout
-    assert "hit in full" in done.stdout
+    assert "of requests, all whole blocks" in done.stdout
     assert "1 malformed" in done.stderr
     found = json.loads(run("workload", str(trace), "--json").stdout)
     assert found["reuse_share_unbounded"] >= found["reuse_share"] > 0.5

@@ -24,6 +24,14 @@ def test_lengths_reuse_and_rate_of_a_few_requests() -> None:
     assert found.interarrival_cv2 == 0.0
 
 
+def test_a_full_hit_is_one_of_all_whole_blocks() -> None:
+    again = [Request(n, float(n), 1300, 10, (0, 1, 10 + n)) for n in range(4)]
+    short = [Request(n, float(n), 300, 10, (20,)) for n in range(4, 8)]
+    told = [Request(n, float(n), 300, 10, cached_tokens=299) for n in range(8, 10)]
+    found = describe(read_columns([*again, *short, *told], CacheSpec()))
+    assert found.full_hit_share == 0.5
+
+
 def test_a_smaller_cache_reuses_less() -> None:
     rows = list(Generator(kind="sessions", requests=600).stream())
     shares = [

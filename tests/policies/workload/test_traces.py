@@ -74,7 +74,8 @@ def test_the_gateways_own_log_is_a_trace(tmp_path: Path) -> None:
     ]
     assert list(reader) == wanted
     assert reader.counts.skipped == 1
-    in_json = [b'{"logger":"gateway.request","request":%b}' % row[row.index(b"{") :] for row in rows]
+    bare = [row[row.index(b"{") :] for row in rows]
+    in_json = [b'{"logger":"gateway.request","request":%b}' % row for row in bare]
     other = b'{"logger": "gateway.app", "message": "started"}'
     broken = b'{"logger": "gateway.request", "request": 5}'
     path.write_bytes(b"\n".join([*in_json, other, broken]))
@@ -83,10 +84,39 @@ def test_the_gateways_own_log_is_a_trace(tmp_path: Path) -> None:
     assert reader.counts.skipped == 1
 
 
-def test_gzip_is_read_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv.gz"
-    path.write_bytes(gzip.compress(AZURE.encode()))
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.csv", "a"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_gzip_is_told_by_what_it_holds(tmp_path: Path, name: str, packed: bool) -> None:
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(AZURE.encode()) if packed else AZURE.encode())
     assert len(list(open_trace(path))) == 2
+
+
+@pytest.mark.parametrize("text", [AZURE, "\n".join(json.dumps(row) for row in MOONCAKE)])
+def test_a_byte_order_mark_costs_no_row(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t"
+    path.write_text(text, encoding="utf-8-sig")
+    reader = open_trace(path)
+    assert len(list(reader)) == 2
+    assert not reader.counts.skipped
+
+
+def test_columns_are_found_by_the_names_in_the_header(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(
+        "id,GeneratedTokens,TIMESTAMP,ContextTokens\n"
+        "7,10,2024-05-10 00:00:00.009930+00:00,4808\n"
+        "8,12,2024-05-10 02:00:01.009930+02:00,480\n"
+    )
+    first, second = open_trace(path)
+    assert (first.prompt_tokens, first.output_tokens) == (4808, 10)
+    assert second.arrival_s == pytest.approx(1.0)
+    path.write_text("when,ContextTokens\n2024-05-10 00:00:00,5\n")
+    with pytest.raises(ConfigError) as caught:
+        list(open_trace(path))
+    assert caught.value.message == (
+        f"{path}, line 1: no column TIMESTAMP and no GeneratedTokens among when, ContextTokens"
+    )
 
 
 def test_malformed_rows_are_counted_and_named(tmp_path: Path) -> None:
@@ -115,12 +145,14 @@ def test_malformed_rows_are_counted_and_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cells", "problem"),
     [
-        ("2023-11-16 18:17:03,1", "fewer than three columns"),
+        ("2023-11-16 18:17:03,1", "fewer columns than there should be"),
         ("2023-11-16 18:17:03,x,1", "ContextTokens is not a count"),
         ("2023-11-16 18:17:03,0,1", "ContextTokens is zero"),
         ("2023-11-16 18:17:03,1,-1", "GeneratedTokens is not a count"),
         ("yesterday,1,1", "TIMESTAMP is not a time"),
         ("2023-11-16 18:17:03.x,1,1", "TIMESTAMP is not a time"),
+        ("2023-11-16 18:17:03.1e999,1,1", "TIMESTAMP is not a time"),
+        (f"2023-11-16 18:17:03,{'9' * 5000},1", "ContextTokens is not a count"),
     ],
 )
 def test_a_bad_cell_is_named(tmp_path: Path, cells: str, problem: str) -> None:
@@ -147,7 +179,7 @@ def test_rows_a_little_out_of_order_are_put_in_order_and_late_ones_named(tmp_pat
     assert [r.arrival_s for r in mixed] == [0.0, 1.0, 2.0]
     late = open_trace(mooncake(tmp_path / "b.jsonl", rows([*range(10, 3000), 0])))
     assert len(list(late)) == 2990
-    assert "rows out of order (line 2991)" in late.counts.to_text()
+    assert "rows out of order, sort the file (line 2991)" in late.counts.to_text()
 
 
 def test_files_that_are_no_traces_are_errors(tmp_path: Path) -> None:
@@ -157,8 +189,14 @@ def test_files_that_are_no_traces_are_errors(tmp_path: Path) -> None:
         open_trace(path)
     with pytest.raises(ConfigError, match="no trace format 'csv'"):
         open_trace(path, "csv")
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match=r"cannot read .*none: No such file or directory"):
         open_trace(tmp_path / "none")
+    path.write_text("\n\n")
+    with pytest.raises(ConfigError, match="it is empty"):
+        open_trace(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="it is not text"):
+        open_trace(path)
     broken = tmp_path / "t.jsonl.gz"
     broken.write_bytes(gzip.compress(b"x" * 100)[:20])
     with pytest.raises(ConfigError, match="cannot read"):
