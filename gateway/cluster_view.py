@@ -204,7 +204,7 @@ class ClusterView:
         """Requests at `engine`, or on their way there, that wait for KV from a peer."""
         feed = self.feeds.get(engine)
         known = feed.engine.waiting_kv if feed is not None else 0
-        return known + self.sent.unshown(engine).transfers
+        return known + self._unshown(engine).transfers
 
     def _unshown(self, place: str) -> Unshown:
         return self.neighbours.unshown(place, self.sent.unshown(place))
@@ -239,7 +239,7 @@ class ClusterView:
             load=load,
             curve=curve_of(info),
             matched_tokens=self._matched(feed, chains),
-            free_staging_bytes=max(0, info.free_staging_bytes - self.sent.raw_bytes(name)),
+            free_staging_bytes=max(0, info.free_staging_bytes - self._unshown(name).staged_bytes),
             offload_ready=info.ready and _has_role(info, "decode"),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -17,7 +17,8 @@ class Unshown:
     raw_bytes: int = 0
     wire_bytes: int = 0
     transfers: int = 0
-    """Requests of a D whose KV is to come."""
+    """Requests of a D whose KV is to come, and the staging that they will take there."""
+    staged_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -50,7 +51,8 @@ class SentLedger:
         self._bytes: dict[str, _Entry] = {}
         self._local: dict[str, _Entry] = {}
         self._sums: dict[str, Unshown] = defaultdict(Unshown)
-        self._staged: dict[str, int] = {}
+        self.on_change: Callable[[], None] | None = None
+        """Called whenever sums change."""
 
     def add_local(self, key: str, engine: str, tokens: int, now: float) -> None:
         self._add(self._local, key, _Entry(engine, tokens, 0, 0, now))
@@ -109,10 +111,6 @@ class SentLedger:
         """Of all places where anything is."""
         return self._sums
 
-    def raw_bytes(self, engine: str) -> int:
-        """Staging that transfers not yet shown will take at `engine`."""
-        return self._staged.get(engine, 0)
-
     def __len__(self) -> int:
         return len(self._tokens.keys() | self._bytes.keys() | self._local.keys())
 
@@ -133,10 +131,13 @@ class SentLedger:
         sums.raw_bytes += sign * entry.raw_bytes
         sums.wire_bytes += sign * entry.wire_bytes
         if table is self._bytes:
-            self._staged[entry.engine] = self._staged.get(entry.engine, 0) + sign * entry.raw_bytes
-            self._sums[entry.engine].transfers += sign
+            at_d = self._sums[entry.engine]
+            at_d.transfers += sign
+            at_d.staged_bytes += sign * entry.raw_bytes
         else:
             sums.requests += sign
+        if self.on_change is not None:
+            self.on_change()
         if sign > 0:
             return
         for place in (entry.place, entry.engine) if entry.engine else (entry.place,):

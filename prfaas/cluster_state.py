@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -17,6 +18,19 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     requests: int = 0
     raw_bytes: int = 0
     wire_bytes: int = 0
+    transfers: int = 0
+    """Requests of a D whose KV is to come, and the staging that they will take there."""
+    staged_bytes: int = 0
+
+
+class Sent(msgspec.Struct, frozen=True):
+    """All that a gateway has under way at one moment, as it tells between two exchanges."""
+
+    member: str
+    seq: int
+    """The higher one is younger, of this and of what the member says of itself."""
+    loads: dict[str, Load] = {}
+    """By place, as `Member.sent`."""
 
 
 class LinkSample(msgspec.Struct, frozen=True):
@@ -45,6 +59,8 @@ class Member(msgspec.Struct, frozen=True):
     links: tuple[LinkSample, ...] = ()
     processes: int = 1
     """Workers that it stands for, each with a share of every budget."""
+    sent_seq: int = 0
+    """How young `sent` is, in the order of `Sent.seq`."""
 
 
 class Spend(msgspec.Struct, frozen=True):
@@ -144,6 +160,18 @@ class ClusterStore(Protocol):
 
     async def exchange(self, report: Report) -> Shared:
         """Raises StateUnavailable; then the report may have been taken or not."""
+        ...
+
+    async def tell_sent(self, sent: Sent) -> None:
+        """To all who hear now, at once. Raises StateUnavailable; what is lost comes with the next
+        exchange.
+        """
+        ...
+
+    async def hear_sent(self, take: Callable[[Sent], None]) -> None:
+        """Hand over what is told, perhaps one's own as well, until cancelled. Raises
+        StateUnavailable where nothing more will come.
+        """
         ...
 
     async def leave(self, member_id: str) -> None:

@@ -181,6 +181,13 @@ class StateSettings(Section):
     interval_s: float = Field(
         0.1, ge=0.01, le=10, description="Between two exchanges with the others."
     )
+    sent_interval_s: float = Field(
+        0.02,
+        ge=0,
+        le=10,
+        description="What was just sent to engines and peers is told to the others at once, and "
+        "not again for so long; 0: with the exchanges only.",
+    )
     timeout_s: float = Field(0.5, gt=0, description="An exchange that takes longer has failed.")
     member_ttl_s: float = Field(
         3.0, gt=0, description="A gateway that is not heard of for so long is gone."

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
+
+import msgspec
 
 from prfaas.clock import Clock
 from prfaas.cluster_state import (
@@ -16,6 +20,7 @@ from prfaas.cluster_state import (
     Member,
     PrefixDelta,
     Report,
+    Sent,
     Shared,
     SharedPolicy,
     Spend,
@@ -47,6 +52,7 @@ class MemoryStore:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._refilled_share = 1.0
+        self._hearing: list[Callable[[Sent], None]] = []
         self.forget()
 
     def forget(self) -> None:
@@ -118,6 +124,25 @@ class MemoryStore:
             if sender != report.member.id and now - at < PREFIX_TTL_S
         )
         return heard, since + len(read), same and report.prefixes_since < first
+
+    async def tell_sent(self, sent: Sent) -> None:
+        known = self._members.get(sent.member)
+        if known is not None and known[1].sent_seq < sent.seq:
+            member = msgspec.structs.replace(known[1], sent=sent.loads, sent_seq=sent.seq)
+            self._members[sent.member] = known[0], member
+        self.pass_on(sent)
+
+    def pass_on(self, sent: Sent) -> None:
+        """To all who hear."""
+        for take in tuple(self._hearing):
+            take(sent)
+
+    async def hear_sent(self, take: Callable[[Sent], None]) -> None:
+        self._hearing.append(take)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._hearing.remove(take)
 
     async def leave(self, member_id: str) -> None:
         self._members.pop(member_id, None)

@@ -51,6 +51,13 @@ class StateMetrics(Collector):
             ("direction",),
             registry=registry,
         )
+        self._sent = Counter(
+            "prfaas_gateway_state_sent",
+            "How often this gateway `told` the others between two exchanges what it had just sent, "
+            "`heard` it of them, or `failed` to tell; the next exchange tells it anyway.",
+            ("result",),
+            registry=registry,
+        )
         self._prefix_resets = Counter(
             "prfaas_gateway_state_prefix_resets",
             "How often all heard prefixes were forgotten, because some had been missed.",
@@ -76,6 +83,9 @@ class StateMetrics(Collector):
 
     def lost(self) -> None:
         self._losses.inc()
+
+    def sent(self, result: str) -> None:
+        self._sent.labels(result).inc()
 
     def prefixes(self, told: int, heard: int, reset: bool) -> None:
         """What one exchange carried."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from prfaas.cluster_state import (
     Member,
     PrefixDelta,
     Report,
+    Sent,
     Shared,
     SharedPolicy,
 )
@@ -42,10 +43,14 @@ class RedisStore:
         assert settings.redis is not None
         self._timeout_s = settings.timeout_s
         self._keys = [f"{{{settings.prefix}}}:{name}" for name in KEYS]
+        self._channel = f"{{{settings.prefix}}}:sent"
+        self._told_at: float | None = None
+        """Since when something told has not come back to who hears here."""
         self._encoder = msgspec.json.Encoder()
         self._member = msgspec.json.Decoder(Member)
         self._packer = msgspec.msgpack.Encoder()
         self._deltas = msgspec.msgpack.Decoder(tuple[PrefixDelta, ...])
+        self._sent = msgspec.msgpack.Decoder(Sent)
         self._client, self._close = client_of(settings)
         self._exchange = self._client.register_script(EXCHANGE)
         self._leave = self._client.register_script(LEAVE)
@@ -82,6 +87,47 @@ class RedisStore:
             cast(Awaitable[Any], self._exchange(keys=self._keys, args=arguments))
         )
         return self._shared(answer)
+
+    async def tell_sent(self, sent: Sent) -> None:
+        """Raises StateUnavailable."""
+        data = self._packer.encode(sent)
+        await self._asked(cast(Awaitable[Any], self._client.publish(self._channel, data)))
+        if self._told_at is None:
+            self._told_at = asyncio.get_running_loop().time()
+
+    async def hear_sent(self, take: Callable[[Sent], None]) -> None:
+        """On a connection of its own. Raises StateUnavailable, also where it is still open and what
+        this gateway itself tells does not come back.
+        """
+        channel = self._client.pubsub()
+        try:
+            await self._asked(channel.subscribe(self._channel))
+            self._told_at = None
+            while True:
+                try:
+                    message = await channel.get_message(timeout=self._timeout_s)
+                except (redis.exceptions.RedisError, OSError) as exc:
+                    raise StateUnavailable(f"Redis: {_reason(exc)}") from exc
+                if message is None:
+                    self._check_heard()
+                elif message["type"] == "message":
+                    self._told_at = None
+                    self._hear(message["data"], take)
+        finally:
+            await channel.aclose()  # type: ignore[no-untyped-call]
+
+    def _check_heard(self) -> None:
+        """Raises StateUnavailable."""
+        told_at, now = self._told_at, asyncio.get_running_loop().time()
+        if told_at is not None and now - told_at > self._timeout_s:
+            raise StateUnavailable("Redis: nothing comes of what is told")
+
+    def _hear(self, data: bytes, take: Callable[[Sent], None]) -> None:
+        try:
+            sent = self._sent.decode(data)
+        except msgspec.MsgspecError:  # of another version: its exchanges may be understood
+            return
+        take(sent)
 
     async def leave(self, member_id: str) -> None:
         """Raises StateUnavailable."""

@@ -10,13 +10,13 @@ from typing import Protocol
 
 from gateway.cluster_view import ClusterView
 from gateway.state.metrics import StateMetrics
+from gateway.state.sent_telling import MAX_PAUSE_S, SentTelling
 from prfaas.clock import Clock
 from prfaas.cluster_state import (
     BucketKey,
     ClusterStore,
     HeardPrefixes,
     LinkSample,
-    Load,
     Member,
     PrefixDelta,
     Report,
@@ -29,8 +29,6 @@ from prfaas.tenants import Tenant
 
 logger = logging.getLogger(__name__)
 
-MAX_PAUSE_S = 2.0
-"""Between two tries while the store is away."""
 DOWN_AFTER_S = 1.0
 """It is away after so long without an answer, and after three exchanges at least."""
 MAX_LINKS = 256
@@ -117,6 +115,9 @@ class StateSync:
         self.tells_links = True
         """False where all that are told have them from elsewhere."""
         self.id = uuid.uuid4().hex
+        self.sent = SentTelling(
+            settings.sent_interval_s, store, view, metrics, self.id, lambda: not self._failures
+        )
         self.address = ""
         self._epoch = ""
         self._seq = 0
@@ -150,7 +151,12 @@ class StateSync:
         return float("inf") if self._heard_at is None else self._clock.now() - self._heard_at
 
     async def run(self) -> None:
-        """Exchange until cancelled."""
+        """Exchange, and between two exchanges tell what was just sent, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._exchanges())
+            group.create_task(self.sent.run())
+
+    async def _exchanges(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         while True:
@@ -200,16 +206,15 @@ class StateSync:
             text = self._policy.published()
             if text is not None:
                 self._publish = self._own_text = text
+        sent = self.sent.now()
         member = Member(
             self.id,
             self.address,
             quotas.claims(self._tenants(), now) if quotas is not None else {},
-            {
-                place: Load(sum.tokens, sum.requests + sum.transfers, sum.raw_bytes, sum.wire_bytes)
-                for place, sum in self._view.sent.sums().items()
-            },
+            sent.loads,
             tuple(self._links(now)) if self.tells_links else (),
             self._processes,
+            sent.seq,
         )
         return Report(
             member,

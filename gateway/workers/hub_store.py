@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from gateway.neighbours import Neighbours
 from gateway.sent import SentLedger, Unshown
@@ -17,6 +17,7 @@ from prfaas.cluster_state import (
     Member,
     PrefixDelta,
     Report,
+    Sent,
     Shared,
     Spend,
 )
@@ -42,6 +43,8 @@ class HubStore(MemoryStore):
         self.pending: deque[PrefixDelta] = deque(maxlen=MAX_DELTAS)
         """Prefixes that workers told and the store beyond has not heard."""
         self._beyond = beyond
+        self.sent_changed: Callable[[], None] | None = None
+        """Called when a worker has told what it just sent."""
         self._shares = workers
         """Of all hosts."""
         self._alone = False
@@ -70,6 +73,11 @@ class HubStore(MemoryStore):
             shared.prefixes_gap,
             self._alone,
         )
+
+    async def tell_sent(self, sent: Sent) -> None:
+        await super().tell_sent(sent)
+        if self.sent_changed is not None:
+            self.sent_changed()
 
     def _new_bucket(self, spend: Spend, now: float) -> StoredBucket:
         bucket = super()._new_bucket(spend, now)
@@ -201,6 +209,11 @@ class WorkersSent(SentLedger):
     def __init__(self, store: HubStore) -> None:
         super().__init__(settle_s=0.0)
         self._store = store
+        store.sent_changed = self._changed
+
+    def _changed(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def sums(self) -> Mapping[str, Unshown]:
         found: dict[str, Unshown] = {}
@@ -211,4 +224,6 @@ class WorkersSent(SentLedger):
                 known.requests += load.requests
                 known.raw_bytes += load.raw_bytes
                 known.wire_bytes += load.wire_bytes
+                known.transfers += load.transfers
+                known.staged_bytes += load.staged_bytes
         return found

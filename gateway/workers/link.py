@@ -16,14 +16,16 @@ from gateway.workers.frames import Frames
 from gateway.workers.messages import (
     Answer,
     Fed,
+    Heard,
     Hello,
     Leave,
     MembersAre,
     Tell,
+    TellSent,
     ToWorker,
 )
 from prfaas.clock import Clock
-from prfaas.cluster_state import Report, Shared
+from prfaas.cluster_state import Report, Sent, Shared
 from prfaas.errors import ConfigError, ProtocolError, StateUnavailable
 from prfaas.snapshot import Outcome
 
@@ -61,6 +63,7 @@ class WorkerLink:
         self._up = asyncio.Event()
         self._waiting: deque[asyncio.Future[Answer]] = deque()
         self._hearers: Hearers | None = None
+        self._hearing: list[Callable[[Sent], None]] = []
         self._task: asyncio.Task[None] | None = None
         self._peaks = (0.0, 0.0)
         self._peak_until = 0.0
@@ -136,6 +139,20 @@ class WorkerLink:
             raise StateUnavailable("the process that keeps the state does not answer") from exc
         return answer.shared
 
+    async def tell_sent(self, sent: Sent) -> None:
+        """Raises StateUnavailable."""
+        if self._frames is None:
+            raise StateUnavailable("the process that keeps the state is gone")
+        self._frames.put(TellSent(sent))
+
+    async def hear_sent(self, take: Callable[[Sent], None]) -> None:
+        """Goes on by itself once the other side is back."""
+        self._hearing.append(take)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._hearing.remove(take)
+
     async def leave(self, member_id: str) -> None:
         """Raises StateUnavailable."""
         if self._frames is None:
@@ -178,6 +195,9 @@ class WorkerLink:
             waiting = self._waiting.popleft()
             if not waiting.done():
                 waiting.set_result(message)
+        elif isinstance(message, Heard):
+            for take in tuple(self._hearing):
+                take(message.sent)
         elif hearers is None:
             pass
         elif isinstance(message, Fed):

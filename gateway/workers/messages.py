@@ -9,7 +9,7 @@ import msgspec
 from pydantic import SecretStr
 
 from gateway.members import Members
-from prfaas.cluster_state import Report, Shared
+from prfaas.cluster_state import Report, Sent, Shared
 from prfaas.settings import EngineEndpoint, PeerEndpoint
 from prfaas.telemetry import WatchUpdate
 
@@ -63,6 +63,12 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     """Of the fallback budget, by the other workers."""
 
 
+class Heard(msgspec.Struct, frozen=True, tag=True):
+    """What another worker or gateway has just sent."""
+
+    sent: Sent
+
+
 # --- from workers ---
 
 
@@ -81,14 +87,20 @@ class Tell(msgspec.Struct, frozen=True, tag=True):
     """Engines that have left and still answer requests of this worker."""
 
 
+class TellSent(msgspec.Struct, frozen=True, tag=True):
+    """What this one has just sent."""
+
+    sent: Sent
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True):
     """This member is gone."""
 
     member_id: str
 
 
-ToWorker = MembersAre | Fed | Unfed | Answer
-FromWorker = Hello | Tell | Leave
+ToWorker = MembersAre | Fed | Unfed | Answer | Heard
+FromWorker = Hello | Tell | TellSent | Leave
 
 
 def _plain(endpoint: EngineEndpoint | PeerEndpoint) -> Plain:

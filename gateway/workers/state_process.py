@@ -94,6 +94,7 @@ class StateProcess:
             workers,
         )
         sync.address = f"{gateway.host}:{place.port}"
+        sync.sent.pass_on = self.store.pass_on
         return sync
 
     @asynccontextmanager

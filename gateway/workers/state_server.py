@@ -17,15 +17,17 @@ from gateway.workers.messages import (
     Answer,
     Fed,
     FromWorker,
+    Heard,
     Hello,
     Leave,
     MembersAre,
     Tell,
+    TellSent,
     ToWorker,
     Unfed,
 )
 from prfaas.clock import Clock
-from prfaas.cluster_state import ClusterStore
+from prfaas.cluster_state import ClusterStore, Sent
 from prfaas.errors import ProtocolError
 from prfaas.hashing import BlockHash
 from prfaas.telemetry import KvDelta, WatchUpdate
@@ -78,6 +80,8 @@ class StateServer:
         self._path.unlink(missing_ok=True)
         self._server = await asyncio.start_unix_server(self._connected, self._path)
         os.chmod(self._path, 0o600)
+        task = asyncio.create_task(self._store.hear_sent(self._pass_on))
+        self._tasks.add(task)
 
     async def close(self) -> None:
         if self._server is not None:
@@ -91,6 +95,14 @@ class StateServer:
         if self.workers:
             data = self._encoder.encode(message)
             for worker in self.workers:
+                worker.frames.put_packed(data)
+
+    def _pass_on(self, sent: Sent) -> None:
+        """To all workers but the one that told."""
+        data = b""
+        for worker in self.workers:
+            if sent.member not in worker.member_ids:
+                data = data or self._encoder.encode(Heard(sent))
                 worker.frames.put_packed(data)
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -114,6 +126,8 @@ class StateServer:
             while (message := await frames.next()) is not None:
                 if isinstance(message, Tell):
                     await self._told(worker, message)
+                elif isinstance(message, TellSent):
+                    await self._store.tell_sent(message.sent)
                 elif isinstance(message, Leave):
                     worker.member_ids.discard(message.member_id)
                     await self._store.leave(message.member_id)

@@ -18,6 +18,7 @@ from prfaas.cluster_state import (
     Member,
     PrefixDelta,
     Report,
+    Sent,
     Shared,
     Spend,
 )
@@ -90,7 +91,8 @@ class ClusterStateContract:
         await a.tell(
             address="10.0.0.1:8000",
             claims={"acme": 3},
-            sent={"d-0": Load(5, 1, 0, 0)},
+            sent={"d-0": Load(5, 1, 0, 0, 2, 70)},
+            sent_seq=3,
             links=(link,),
         )
         heard = await b.tell()
@@ -98,12 +100,36 @@ class ClusterStateContract:
         assert set(found) == {"a", "b"}
         assert found["a"].address == "10.0.0.1:8000"
         assert found["a"].claims == {"acme": 3}
-        assert found["a"].sent == {"d-0": Load(5, 1, 0, 0)}
+        assert found["a"].sent == {"d-0": Load(5, 1, 0, 0, 2, 70)}
+        assert found["a"].sent_seq == 3
         assert found["a"].links == (link,)
         assert found["b"].claims == {}
         await a.tell(claims={"acme": 1})
         heard = await b.tell()
         assert {m.id: m.claims for m in heard.members} == {"a": {"acme": 1}, "b": {}}
+
+    async def test_what_was_just_sent_is_heard_in_order_without_an_exchange(
+        self, store: ClusterStore
+    ) -> None:
+        heard: list[Sent] = []
+        hearing = asyncio.create_task(store.hear_sent(heard.append))
+        first = Sent("teller", 1, {"p/p-0": Load(500, 1, 5000, 4000), "d-0": Load(transfers=1)})
+
+        async def begun() -> bool:
+            await store.tell_sent(first)
+            return bool(heard)
+
+        await eventually(begun)
+        later = [Sent("teller", seq, {"p/p-0": Load(seq)}) for seq in range(2, 30)]
+        for sent in later:
+            await store.tell_sent(sent)
+        await eventually(lambda: heard[-1:] == later[-1:])
+        assert heard[0] == first
+        assert [sent for sent in heard if sent.seq > 1] == later
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+        await store.tell_sent(first)
+        assert heard[-1:] == later[-1:]
 
     async def test_who_leaves_is_gone_at_once(self, store: ClusterStore) -> None:
         a, b = Gateway(store, "a"), Gateway(store, "b")

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.neighbours import Neighbours
 from gateway.sent import Unshown
-from prfaas.cluster_state import LinkSample, Load, Member
+from prfaas.cluster_state import LinkSample, Load, Member, Sent
 from prfaas.snapshot import LinkState
 
 UNMEASURED = LinkState(age_s=5.0)
@@ -36,6 +36,24 @@ def test_what_all_others_sent_is_added_and_ones_own_is_not() -> None:
     assert [member.id for member in neighbours.members] == ["a", "b"]
     neighbours.take(members[:1], "me", 1.0)
     assert neighbours.unshown("d-0", Unshown()) == Unshown()
+
+
+def test_what_one_tells_meanwhile_takes_the_place_of_what_it_said() -> None:
+    neighbours = Neighbours()
+    a = Member("a", sent={"d-0": Load(5, 1), "p/p-0": Load(9, 1)}, sent_seq=4)
+    b = Member("b", sent={"d-0": Load(7, 1)}, sent_seq=90)
+    neighbours.take([a, b], "me", 0.0)
+    assert neighbours.take_sent(Sent("a", 6, {"d-0": Load(50, 2, transfers=3, staged_bytes=40)}))
+    assert neighbours.unshown("d-0", Unshown(tokens=1)) == Unshown(58, 3, 0, 0, 3, 40)
+    assert neighbours.unshown("p/p-0", Unshown()) == Unshown()
+    assert not neighbours.take_sent(Sent("a", 5, {"d-0": Load(1000)})), "older than what is known"
+    assert not neighbours.take_sent(Sent("stranger", 1, {"d-0": Load(1000)}))
+    neighbours.take([a, b], "me", 0.1)
+    assert neighbours.unshown("d-0", Unshown()).tokens == 57, "the store had it from before"
+    neighbours.take([Member("a", sent={}, sent_seq=7), b], "me", 0.2)
+    assert neighbours.unshown("d-0", Unshown()) == Unshown(7, 1)
+    neighbours.take([b], "me", 0.3)
+    assert not neighbours.take_sent(Sent("a", 8, {"d-0": Load(1000)})), "it has left"
 
 
 def test_a_link_without_a_measurement_gets_the_youngest_of_the_others() -> None:

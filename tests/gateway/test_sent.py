@@ -24,11 +24,11 @@ def test_a_remote_dispatch_counts_at_p_and_on_the_link_apart() -> None:
     ledger = SentLedger(0.25)
     ledger.add_remote("t1", D, P, 500, raw_bytes=5000, wire_bytes=4000, now=1.0)
     assert ledger.unshown(P) == Unshown(500, 1, 5000, 4000)
-    assert ledger.unshown(D) == Unshown(transfers=1)
+    assert ledger.unshown(D) == Unshown(transfers=1, staged_bytes=5000)
     ledger.shown_by_d("t1")
     assert ledger.unshown(D) == Unshown()
     assert ledger.unshown(P) == Unshown(tokens=500, requests=1)
-    assert ledger.raw_bytes(D) == 0
+    assert ledger.unshown(D).staged_bytes == 0
     ledger.shown_by_p("t1")
     assert ledger.unshown(P) == Unshown()
 
@@ -49,7 +49,7 @@ def test_eight_dispatches_in_one_interval_add_up_where_they_went() -> None:
         ledger.add_remote(f"t{i}", D, P if i % 2 else Q, 100, 1000, 800, now=1.0)
     assert ledger.unshown(P) == Unshown(400, 4, 4000, 3200)
     assert ledger.unshown(Q) == Unshown(400, 4, 4000, 3200)
-    assert ledger.raw_bytes(D) == 8000
+    assert ledger.unshown(D).staged_bytes == 8000
 
 
 def test_ids_of_others_and_repeats_change_nothing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import redis.asyncio
 
 from gateway.state.redis_store import RedisStore
-from prfaas.cluster_state import ClusterStore, Member, Report
+from prfaas.cluster_state import ClusterStore, Member, Report, Sent
 from prfaas.errors import ConfigError, StateUnavailable
 from prfaas.settings import StateSettings
 from prfaas.testing.pki import Pki
 from prfaas.testing.redis_server import WHY_SKIPPED, RedisServer, found, redis_server
 from prfaas.testing.state_contract import ClusterStateContract, Gateway, spend
+from prfaas.testing.waiting import eventually
 
 needs_redis = pytest.mark.skipif(not found(), reason=WHY_SKIPPED)
 PASSWORD = "a password that nobody prints"
@@ -23,7 +25,10 @@ ACL = (
     "user default off",
     f"user gateway on >{PASSWORD.replace(' ', '-')} ~{{prfaas}}:* -@all +@connection +eval "
     "+evalsha +script|load +time +zadd +zrem +zrangebyscore +hget +hset +hdel +hvals +hincrby "
-    "+pexpire",
+    "+pexpire &{prfaas}:* +publish +subscribe +unsubscribe",
+    f"user silent on >{PASSWORD.replace(' ', '-')} resetchannels ~{{prfaas}}:* -@all +@connection "
+    "+eval +evalsha +script|load +time +zadd +zrem +zrangebyscore +hget +hset +hdel +hvals "
+    "+hincrby +pexpire",
     f"user reader on >{PASSWORD.replace(' ', '-')} ~* -@all +@connection +get",
 )
 
@@ -92,6 +97,40 @@ async def test_a_server_that_says_nothing_is_given_up_in_time(server: RedisServe
 
 
 @needs_redis
+async def test_who_can_hear_no_more_is_told(server: RedisServer) -> None:
+    store = store_of(server.url(), timeout_s=0.3)
+    client = redis.asyncio.Redis.from_url(server.url())
+    heard: list[Sent] = []
+
+    async def hearing() -> asyncio.Task[None]:
+        task = asyncio.create_task(store.hear_sent(heard.append))
+        before = len(heard)
+
+        async def begun() -> bool:
+            await store.tell_sent(Sent("a", 1))
+            return len(heard) > before
+
+        await eventually(begun)
+        return task
+
+    task = await hearing()
+    await client.publish("{prfaas}:sent", b"\xc1 of another version")
+    await store.tell_sent(Sent("a", 2))
+    await eventually(lambda: heard[-1] == Sent("a", 2))
+    await client.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
+    with pytest.raises(StateUnavailable, match="Redis: ConnectionError"):
+        await asyncio.wait_for(task, 20)
+
+    task = await hearing()
+    store._channel = "{prfaas}:where-nobody-hears"
+    await store.tell_sent(Sent("a", 3))
+    with pytest.raises(StateUnavailable, match="nothing comes of what is told"):
+        await asyncio.wait_for(task, 20)
+    await client.aclose()
+    await store.close()
+
+
+@needs_redis
 async def test_what_others_wrote_there_is_no_gateway_and_no_crash(server: RedisServer) -> None:
     store = store_of(server.url())
     client = redis.asyncio.Redis.from_url(server.url())
@@ -127,7 +166,26 @@ async def test_tls_with_a_certificate_and_an_acl_user(tmp_path: Path) -> None:
         assert [member.id for member in heard.members] == ["a"]
         assert heard.policy is not None
         await store.leave("a")
+        heard_sent: list[Sent] = []
+        hearing = asyncio.create_task(store.hear_sent(heard_sent.append))
+
+        async def through() -> bool:
+            await store.tell_sent(Sent("a", 1))
+            return bool(heard_sent)
+
+        await eventually(through)
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
         await store.close()
+
+        silent = store_of(server.url("silent", password), **files)
+        await Gateway(silent, "b").tell()
+        with pytest.raises(StateUnavailable, match=r"Redis: NoPermission"):
+            await silent.hear_sent(heard_sent.append)
+        with pytest.raises(StateUnavailable, match=r"Redis: NoPermission"):
+            await silent.tell_sent(Sent("b", 1))
+        await Gateway(silent, "b").tell()
+        await silent.close()
         refused = (
             (server.url("gateway", "wrong-password"), files, "WRONGPASS|invalid username"),
             (server.url("reader", password), files, "permission|NoPermission"),

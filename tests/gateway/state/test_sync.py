@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from gateway.state.memory import MemoryStore
 from gateway.state.metrics import StateMetrics
 from gateway.state.sync import StateSync
 from gateway.tenancy.quotas import TOKENS, Quotas
-from prfaas.cluster_state import Report, Shared
+from prfaas.cluster_state import Report, Sent, Shared
 from prfaas.errors import RateLimited, StateUnavailable
 from prfaas.settings import StateSettings
 from prfaas.telemetry import WatchUpdate
@@ -42,6 +42,16 @@ class FlakyStore:
                 await self.memory.exchange(report)
             raise StateUnavailable("Redis: ConnectionError")
         return await self.memory.exchange(report)
+
+    async def tell_sent(self, sent: Sent) -> None:
+        if self.away:
+            raise StateUnavailable("Redis: ConnectionError")
+        await self.memory.tell_sent(sent)
+
+    async def hear_sent(self, take: Callable[[Sent], None]) -> None:
+        if self.away:
+            raise StateUnavailable("Redis: ConnectionError")
+        await self.memory.hear_sent(take)
 
     async def leave(self, member_id: str) -> None:
         if self.away:

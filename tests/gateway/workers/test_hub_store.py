@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from gateway.cluster_view import ClusterView
 from gateway.neighbours import Neighbours
+from gateway.sent import Unshown
 from gateway.state.memory import MemoryStore
 from gateway.state.metrics import StateMetrics
 from gateway.state.sync import StateSync
@@ -29,6 +31,7 @@ from prfaas.tenants import Tenant
 from prfaas.testing.clock import ManualClock
 from prfaas.testing.gateway_setup import ENGINE, gateway_settings
 from prfaas.testing.state_contract import ClusterStateContract
+from prfaas.testing.waiting import eventually
 
 MINUTE_TOKENS = 6000
 WORKER_TICK_S, HOST_TICK_S = 0.02, 0.1
@@ -124,6 +127,7 @@ class Host:
             HubPrefixes(self.hub),
             self.count,
         )
+        self.sync.sent.pass_on = self.hub.pass_on
         self.workers = [
             OneWorker(self.hub, self.clock, self.tenant, self.count) for _ in range(self.count)
         ]
@@ -324,3 +328,27 @@ async def test_what_a_host_says_of_its_workers(world: World) -> None:
     assert (total.tokens, total.requests, total.raw_bytes, total.wire_bytes) == (10, 2, 20, 14)
     world.clock.advance(100)
     assert host.hub.claims((), 0.0) == {}
+
+
+async def test_what_a_worker_has_just_sent_is_known_at_once_on_all_hosts() -> None:
+    world = make_world()
+    await world.settle()
+    syncs = [each.sync for each in (*world.workers, *world.hosts)]
+    tasks = [asyncio.create_task(sync.sent.run()) for sync in syncs]
+    stores = [world.store, *(host.hub for host in world.hosts)]
+    await eventually(lambda: all(len(store._hearing) == 2 for store in stores))
+    try:
+        first, *others = world.workers
+        first.view.sent.add_remote("r1", ENGINE, "p/p-0", 500, 5000, 4000, world.clock.now())
+        for other in others:
+            seen = other.view.neighbours
+            await eventually(lambda seen=seen: seen.unshown("p/p-0", Unshown()).tokens == 500)
+            assert seen.unshown(ENGINE, Unshown()).transfers == 1
+        first.view.sent.finish("r1")
+        for other in others:
+            seen = other.view.neighbours
+            await eventually(lambda seen=seen: seen.unshown("p/p-0", Unshown()) == Unshown())
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
