@@ -31,6 +31,20 @@ class Shape:
         return scenario
 
 
+def with_prefill(scenario: Scenario, count: int) -> Scenario:
+    """The scenario with so many of D's nodes prefilling. Raises ConfigError where that leaves none
+    for one of both."""
+    local = scenario.local
+    if local.colocated:
+        raise ConfigError(f"scenario {scenario.name} has nodes that do both: they are not split")
+    if not 0 < count < local.instances:
+        raise ConfigError(
+            f"{count} of {local.instances} nodes cannot prefill: at least one has to, and one has "
+            "to decode"
+        )
+    return Shape(prefill_instances=count).applied(scenario)
+
+
 AS_IT_IS = Shape()
 """The scenario's own shape."""
 

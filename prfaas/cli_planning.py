@@ -100,7 +100,7 @@ def workload(
 @click.option("--trace-format", help="mooncake, azure or request-log; default: seen in the file.")
 @click.option("--rate", type=_POSITIVE, help="Requests a second: generated so, or a trace sped up.")
 @click.option("--start", type=click.FloatRange(0), default=0, help="Leave out what comes before.")
-@click.option("--prefill-nodes", type=click.IntRange(0), help="Of D's nodes, where they are split.")
+@click.option("--prefill-nodes", type=click.IntRange(1), help="Of D's nodes, where they are split.")
 @click.option("--threshold", type=click.IntRange(0), help="Threshold in uncached tokens.")
 @click.option("--seed", type=click.IntRange(0), help="Of the generated workload.")
 @click.option("--json", "as_json", is_flag=True, help="JSON instead of a table.")

@@ -289,10 +289,15 @@ def parse_as(model: type[P], data: object, where: str, what: str) -> P:
         return model.model_validate(data)
     except ValidationError as error:
         problems = "; ".join(
-            f"{'.'.join(str(part) for part in e['loc']) or what}: {_said(model, e)}"
-            for e in error.errors()
+            ": ".join((*_place(e, what, where), _said(model, e))) for e in error.errors()
         )
         raise ConfigError(f"{where}: {problems}") from error
+
+
+def _place(error: Any, what: str, where: str) -> tuple[str, ...]:
+    """The key that is wrong; the whole, unless `where` has said so."""
+    key = ".".join(str(part) for part in error["loc"])
+    return (key,) if key else (what,) if what != where else ()
 
 
 def load_profile(path: Path) -> Profile:
@@ -305,7 +310,7 @@ def load_profile(path: Path) -> Profile:
 
 def _said(model: type[BaseModel], error: Any) -> str:
     if error["type"] != "extra_forbidden":
-        return str(error["msg"])
+        return str(error["msg"]).removeprefix("Value error, ")
     at: Any = model
     for part in error["loc"][:-1]:
         at = _section(at, part)

@@ -14,6 +14,7 @@ from policies.registry import make_policy
 from policies.scenario import Profiles, QueueOrder, Scenario, load_scenario
 from policies.simulator.result import Summary
 from policies.simulator.run import simulate, with_rate
+from policies.site_shape import with_prefill
 from policies.throughput import Fleet
 from policies.workload.source import Source, open_source
 from prfaas.errors import ConfigError
@@ -44,10 +45,7 @@ def run_simulate(options: SimulateOptions, as_json: bool) -> tuple[str, list[str
         scenario = scenario.model_copy(update={"queue_order": order})
         notes.append(f"queue order {order.name}, as the policy file has it")
     if options.prefill_nodes is not None:
-        local = scenario.local.model_validate(
-            {**scenario.local.model_dump(), "prefill_instances": options.prefill_nodes}
-        )
-        scenario = scenario.model_copy(update={"local": local})
+        scenario = with_prefill(scenario, options.prefill_nodes)
     scenario, source = _workload(options, scenario)
     local = scenario.local
     if not local.colocated and local.prefill_instances is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from policies.simulator.events import EventLoop
 from policies.simulator.job import Job
 from policies.simulator.order import Key
+from prfaas.errors import ConfigError
 from prfaas.profile import Profile
 
 Load = tuple[int, int, int, int, float, int]
@@ -34,6 +35,12 @@ class PrefillPool:
         on_pause: Callable[[Job], None] | None = None,
         may_start: Callable[[Job], bool] | None = None,
     ) -> None:
+        """Raises ConfigError for a pool without instances: what waits there would for ever."""
+        if instances < 1:
+            raise ConfigError(
+                "no node prefills at D, which prompts that stay or fall back wait for: at least "
+                "one of local.instances must (prefill_instances)"
+            )
         self._loop = loop
         self._seconds = profile.prefill_s
         self._chunk_tokens = profile.prefill.chunk_tokens

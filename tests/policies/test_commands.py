@@ -99,11 +99,15 @@ def test_an_infeasible_objective_is_said_with_the_stage_and_ends_with_status_1(s
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("plan", "--ttft-p90", "9", "--ttft-p99", "3"), "contradicts itself"),
+        (
+            ("plan", "--ttft-p90", "9", "--ttft-p99", "3"),
+            "objectives: contradicts itself: P99 of TTFT (3 s) cannot be below P90 (9 s)",
+        ),
         (("plan", "nowhere"), "no scenario 'nowhere'"),
         (("plan", "homogeneous", "--gbit-per-s", "5"), "has no peer"),
         (("simulate", "--policy", "best"), "'best' is not one of"),
-        (("simulate", "--start", "1e9"), "no request arrives after"),
+        (("simulate", "--start", "1e9", "--prefill-nodes", "3"), "no request arrives after"),
+        (("simulate", "--prefill-nodes", "8"), "8 of 8 nodes cannot prefill: at least one has to"),
         (("workload", "missing.jsonl"), "cannot read missing.jsonl"),
         (("profile", "show", "h300"), "no profile 'h300'"),
     ],
@@ -121,6 +125,7 @@ def test_what_is_wrong_is_said(words: tuple[str, ...], message: str) -> None:
         ({"local": {**SMALL["local"], "cache": 5}}, "local.cache: the unit is missing; did you"),
         ({"objectives": {"ttft_p90_s": 2.0, "ttft_p99_s": 1.0}}, "contradicts itself"),
         ({"speed": 1}, "speed: unknown key"),
+        ({"workload": {"kind": "sesions"}}, "workload.kind: Input should be 'lengths'"),
         ({"peers": SMALL["peers"] * 2}, "names must differ"),
         ({"local": {**SMALL["local"], "prefill_instances": 4}}, "no instance is left to decode"),
         ({"local": {**SMALL["local"], "prefill": "h200-qwen3-235b"}}, "not the same model"),
@@ -137,6 +142,19 @@ def test_a_scenario_that_is_wrong_is_an_error_that_names_the_key(
     done = run("plan", str(path))
     assert isinstance(done.exception, ConfigError), done.output
     assert message in done.exception.message
+
+
+def test_simulate_needs_a_node_that_prefills_at_d(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, "local": {**SMALL["local"], "prefill_instances": 0}}))
+    done = run("simulate", str(path))
+    assert isinstance(done.exception, ConfigError), done.output
+    assert "no node prefills at D" in done.exception.message
+    both = {"prefill": "paper-h20", "instances": 2, "colocated": True}
+    path.write_text(yaml.safe_dump({**SMALL, "local": both}))
+    done = run("simulate", str(path), "--prefill-nodes", "1")
+    assert isinstance(done.exception, ConfigError), done.output
+    assert "nodes that do both: they are not split" in done.exception.message
 
 
 def test_simulate_compares_policies_and_asks_the_planner_for_the_split(small: Path) -> None:
@@ -186,7 +204,7 @@ def test_policy_parameters_come_from_a_configuration_file(small: Path, tmp_path:
 def test_workload_describes_a_trace(trace: Path) -> None:
     done = run("workload", str(trace))
     assert done.exit_code == 0, done.output
-    assert "200 requests in 179 s" in done.stdout
+    assert "200 requests in 179.1 s: 1.11 a second" in done.stdout
     assert "of requests, all whole blocks" in done.stdout
     assert "1 malformed" in done.stderr
     found = json.loads(run("workload", str(trace), "--json").stdout)
