@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,51 @@ def test_compose_starts_commands_that_exist_with_settings_that_exist() -> None:
                     assert (DEPLOY / "compose" / name).is_file()
                     assert any(volume.startswith(f"./{name}:") for volume in service["volumes"])
     assert started == {"certs", *SECTION}
+
+
+def test_compose_makes_each_image_in_one_way_from_a_target_that_exists() -> None:
+    made: dict[str, dict[str, str]] = {}
+    for service in COMPOSE["services"].values():
+        if "build" in service:
+            assert made.setdefault(service["image"], service["build"]) == service["build"]
+    assert set(made) == {"prfaas", "prfaas-engine"}
+    for build in made.values():
+        file = DEPLOY / "compose" / build["context"] / build["dockerfile"]
+        assert f" AS {build['target']}\n" in file.read_text()
+
+
+def test_compose_services_probe_and_call_ports_that_their_processes_open() -> None:
+    gateway = load_settings(DEPLOY / "compose" / "gateway.yaml").gateway
+    engine = load_settings(DEPLOY / "compose" / "d-engine.yaml").engine
+    assert gateway.engines[0].url == f"http://d-engine:{engine.port}"
+    assert COMPOSE["services"]["gateway"]["ports"] == [f"127.0.0.1:8000:{gateway.port}"]
+    for name, settings in (("gateway", gateway), ("d-engine", engine)):
+        assert settings.host == "0.0.0.0"
+        probe = COMPOSE["services"][name]["healthcheck"]["test"][-1]
+        assert f"http://127.0.0.1:{settings.port}/health" in probe
+
+
+def test_compose_engines_and_agents_share_the_socket_that_both_name() -> None:
+    for side in "pd":
+        engine = load_settings(DEPLOY / "compose" / f"{side}-engine.yaml").engine
+        settings = load_settings(DEPLOY / "compose" / f"{side}-agent.yaml")
+        agent = settings.prefill if side == "p" else settings.agent
+        assert engine.port_socket == agent.socket
+        mount = f"{side}-socket:{agent.socket.parent}"
+        for name in (f"{side}-engine", f"{side}-agent"):
+            assert mount in COMPOSE["services"][name]["volumes"]
+
+
+def test_compose_makes_the_certificates_that_processes_read() -> None:
+    (command,) = [s["command"] for n, s in COMPOSE["services"].items() if n == "certs"]
+    out = Path(command[command.index("--out") + 1])
+    names = {name for flag, name in pairwise(command) if flag == "--name"}
+    for name, section in (("gateway", "gateway"), ("d-agent", "agent"), ("p-agent", "prefill")):
+        tls = getattr(load_settings(DEPLOY / "compose" / f"{name}.yaml"), section).tls
+        assert name in names
+        assert (tls.cert, tls.key) == (out / name / "cert.pem", out / name / "key.pem")
+        assert tls.ca == out / "ca.pem"
+        assert f"tls:{out}:ro" in COMPOSE["services"][name]["volumes"]
 
 
 def test_compose_services_dial_each_other_by_their_names() -> None:
