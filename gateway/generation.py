@@ -19,6 +19,7 @@ from gateway.job import Inbound, Job
 from gateway.keepalive import Keepalives, kept_alive
 from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
+from gateway.model_card import check_model
 from gateway.opening import open_record
 from gateway.outcomes import Outcomes
 from gateway.quality import salt_of
@@ -31,7 +32,7 @@ from gateway.stages import ROOM, TOKENISE
 from gateway.tokenise import Prompt, Tokeniser, guess
 from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
-from prfaas.errors import Cancelled, EngineUnavailable, PrfaasError, UnknownModel
+from prfaas.errors import Cancelled, EngineUnavailable, PrfaasError
 from prfaas.hashing import cache_salt
 from prfaas.limits import Limits
 from prfaas.settings import GatewaySettings
@@ -147,7 +148,7 @@ class Generation:
         stays = short or not self._needs_tokens()
         whole = not stays and self._tokeniser.reads(len(inbound.body))
         parsed = parse(inbound.api, inbound.body, whole)
-        self._check_model(parsed)
+        check_model(parsed.model, self._settings.model)
         record.body_bytes, record.stream = parsed.body_bytes, parsed.stream
         visit = inbound.visit
         quality = visit.quality(inbound.quality_header, self._settings)
@@ -207,14 +208,6 @@ class Generation:
         self.outcomes.close()
         self._deadlines.close()
         self._keepalives.close()
-
-    def _check_model(self, parsed: ParsedRequest) -> None:
-        if parsed.model is not None and parsed.model != self._settings.model:
-            raise UnknownModel(
-                f"the model {parsed.model!r} does not exist; this gateway serves "
-                f"{self._settings.model!r}",
-                param="model",
-            )
 
     async def _prompt(self, parsed: ParsedRequest, salt: str) -> Prompt:
         sizes = self._view.block_sizes() or PREFIX_BLOCKS

@@ -22,7 +22,7 @@ from gateway.generation import Generation
 from gateway.ids import Ids
 from gateway.job import Inbound
 from gateway.metrics import GatewayMetrics
-from gateway.model_card import ModelCard
+from gateway.model_card import ModelCard, check_model
 from gateway.passed import PassedApi, PassedInbound
 from gateway.passing import Passing
 from gateway.quality import QUALITY_HEADER
@@ -40,7 +40,6 @@ from prfaas.errors import (
     Overloaded,
     PrfaasError,
     Unauthorized,
-    UnknownModel,
 )
 from prfaas.limits import Limits
 
@@ -194,7 +193,7 @@ class Handlers:
         return sink.response if answer is None else _whole(answer, request_id)
 
     async def _body(self, request: web.Request) -> bytes:
-        if request.version == HttpVersion11 and "expect" in request.headers:
+        if request.version == HttpVersion11 and request.headers.get("expect"):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0  # the answer has not begun
         try:
@@ -210,9 +209,7 @@ class Handlers:
         return _json({"object": "list", "data": [card]})
 
     async def _one_model(self, request: web.Request) -> web.Response:
-        model = request.match_info["model"]
-        if model != self._model:
-            raise UnknownModel(f"the model {model[:200]!r} does not exist", param="model")
+        check_model(request.match_info["model"], self._model)
         return _json(await self._models_page.card(self._shown_headers(request)))
 
     async def _openapi(self, request: web.Request) -> web.Response:
@@ -388,7 +385,7 @@ def _check_head(request: web.Request, max_body_bytes: int) -> None:
     if request.version not in (HttpVersion10, HttpVersion11):
         raise web.HTTPVersionNotSupported
     headers = request.headers
-    if headers.get("expect", CONTINUE).lower() != CONTINUE:
+    if (headers.get("expect") or CONTINUE).lower() != CONTINUE:
         raise web.HTTPExpectationFailed
     if headers.get("content-encoding", "identity").lower() not in ENCODINGS:
         raise web.HTTPUnsupportedMediaType(reason="Content-Encoding: only gzip and deflate")

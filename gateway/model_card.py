@@ -10,10 +10,12 @@ from typing import Any
 import msgspec
 
 from gateway.engines import Engines
-from prfaas.errors import PrfaasError
+from prfaas.errors import PrfaasError, UnknownModel
 from prfaas.limits import Limits
 
 PATH = "/v1/models"
+MAX_NAME_CHARS = 200
+"""Of a name that is none, in the error that says so."""
 
 
 class _List(msgspec.Struct):
@@ -52,3 +54,12 @@ class ModelCard:
         return {
             "id": self._model, "object": "model", "created": self._created, "owned_by": "prfaas"
         }  # fmt: skip
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raises UnknownModel. A request need not name one."""
+    if asked is not None and asked != served:
+        raise UnknownModel(
+            f"the model {asked[:MAX_NAME_CHARS]!r} does not exist; this gateway serves {served!r}",
+            param="model",
+        )

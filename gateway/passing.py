@@ -14,6 +14,7 @@ from gateway.event_relay import end_broken_events, relay_events
 from gateway.ids import Ids
 from gateway.keepalive import Keepalives, kept_alive
 from gateway.metrics import GatewayMetrics
+from gateway.model_card import check_model
 from gateway.opening import open_record
 from gateway.passed import PassedBody, PassedInbound
 from gateway.records import RecordBook, RequestRecord
@@ -28,7 +29,6 @@ from prfaas.errors import (
     NotFound,
     Overloaded,
     PrfaasError,
-    UnknownModel,
 )
 from prfaas.hashing import cache_salt
 from prfaas.limits import Limits
@@ -120,12 +120,7 @@ class Passing:
     ) -> WholeAnswer | Relayed:
         body = PassedBody(inbound.api, inbound.body, len(self._engines))
         record.body_bytes, record.stream = body.body_bytes, body.stream
-        if body.model is not None and body.model != self._settings.model:
-            raise UnknownModel(
-                f"the model {body.model!r} does not exist; this gateway serves "
-                f"{self._settings.model!r}",
-                param="model",
-            )
+        check_model(body.model, self._settings.model)
         if body.strips:
             self._metrics.stripped.labels("kv_transfer_params").inc()
         await inbound.visit.admit(body.body_bytes, 0)

@@ -32,6 +32,10 @@ TOKEN_BYTES = 4
 """Of a body, for the estimate that is taken from a budget before anything is tokenised."""
 ANSWER_TOKENS = 256
 """Of an answer, where the request does not bound it."""
+MOST_ANSWER_TOKENS = 1 << 20
+"""Of an answer, whatever the request says: numbers beyond any answer would drown those of others in
+the queue's clock.
+"""
 
 
 class Visit:
@@ -84,7 +88,8 @@ class Visit:
         if door is None or tenant is None:
             return
         self._prompt_tokens = body_bytes // TOKEN_BYTES
-        tokens = self._prompt_tokens + (max_tokens if max_tokens > 0 else ANSWER_TOKENS)
+        answer_tokens = min(max_tokens, MOST_ANSWER_TOKENS) if max_tokens > 0 else ANSWER_TOKENS
+        tokens = self._prompt_tokens + answer_tokens
         door.quotas.take_tokens(tenant, tokens, door.clock.now())
         self._taken = tokens
         before = door.clock.now()

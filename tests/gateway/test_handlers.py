@@ -53,6 +53,30 @@ async def test_an_unknown_model_is_named_with_the_one_there_is(cluster: Any) -> 
     )
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+async def test_a_huge_name_is_not_repeated_whole(cluster: Any, path: str) -> None:
+    body = {**SHORT, "model": "m" * 100_000 + "\x1b[31m"}
+    async with cluster.client.post(path, json=body) as response:
+        text = await response.text()
+        assert (response.status, len(text) < 1000) == (404, True)
+    assert_openai_error(json.loads(text), "model_not_found", "model")
+
+
+async def test_what_a_client_calls_hop_by_hop_goes_no_further(cluster: Any) -> None:
+    """Nor does anything of its own that would route or promise."""
+    headers = {"connection": "keep-alive, User-Agent,tracestate"}
+    own = {"x-prfaas-target": "remote", "x-forwarded-for": "::1", "te": "trailers", "cookie": "a"}
+    named = {"user-agent": "secret", "tracestate": "a=b", "accept": "text/plain"}
+    async with cluster.client.post(
+        "/v1/completions", json=SHORT, headers={**headers, **own, **named}
+    ) as response:
+        assert response.status == 200
+    (seen,) = cluster.engine.seen
+    assert seen.headers["accept"] == "text/plain"
+    assert not {"tracestate", *own} & {name.lower() for name in seen.headers}
+    assert "secret" not in str(seen.headers)
+
+
 async def test_a_body_over_the_limit_is_a_413(make_cluster: Any) -> None:
     async with make_cluster(limits={"max_body_bytes": 1000}) as cluster:
         status, answer, _ = await cluster.post(completion("x" * 2000))

@@ -76,6 +76,22 @@ async def test_only_good_keys_are_let_in(make: Make, file: TenantFixture, tmp_pa
     assert (found[4]["tenant"], found[4]["completion_tokens"]) == ("acme", 4)
 
 
+async def test_no_number_in_a_request_spoils_budgets_or_the_queue(
+    make: Make, file: TenantFixture
+) -> None:
+    file.put("acme", tokens_per_minute=1e7, tokens_per_day=1e7)
+    async with make(tenants={"active_requests": 1}) as cluster:
+        for number in (10**400, 1 << 63, 10**18, -(10**400)):
+            status, body, _ = await cluster.post(
+                {**SHORT, "max_tokens": number}, **file.bearer("acme")
+            )
+            assert status == 200, body
+        tenancy = cluster.gateway.tenancy
+        level = tenancy.quotas.level("acme", "tokens_per_day", tenancy.door.clock.now())
+        assert 0.9e7 < level < 1e7
+        assert tenancy.queue._clock < 1e8
+
+
 async def test_who_has_no_key_takes_no_place_while_its_body_comes(
     make: Make, file: TenantFixture
 ) -> None:
