@@ -22,6 +22,7 @@ async def find_engines(names: Names, asked: DnsEngines, tls: bool) -> tuple[Memb
             tls_name=(asked.tls_name or host.name) if tls and asked.agent_port else None,
             api_key=asked.api_key,
             apis=asked.apis,
+            max_running=asked.max_running,
         )
         for label, host in told_apart(hosts)
     )

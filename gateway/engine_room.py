@@ -10,7 +10,7 @@ from prfaas.limits import Limits
 from prfaas.snapshot import EngineLoad, LinkState, PrefillCurve, Snapshot
 
 UNSAID = 256
-"""Sequences that an engine decodes at once where it does not say: what vLLM does by default."""
+"""Sequences that an engine decodes at once where nobody says: what vLLM does by default."""
 SPARE_SHARE = 4
 """One more for so many of them, so that none stands empty between two requests."""
 LEAST_WAITING = 16
@@ -56,7 +56,8 @@ class EngineRoom:
 
     def _derived(self, engine: str, in_flight: int) -> int:
         feed = self._view.feeds.get(engine)
-        slots = UNSAID if feed is None else feed.engine.max_running or UNSAID
+        said = 0 if feed is None else feed.engine.max_running
+        slots = said or self._configured(engine) or UNSAID
         most = slots + -(-slots // SPARE_SHARE) + min(slots, self._view.transfers(engine))
         if feed is None or feed.age_s(self._now()) > self._stale_s:
             return most
@@ -70,6 +71,13 @@ class EngineRoom:
         if more > 0 and is_full(snapshot, self._queue_s):
             more = 0
         return min(most, in_flight + max(0, more))
+
+    def _configured(self, engine: str) -> int:
+        """What its settings say that it decodes at once; 0: nothing."""
+        for endpoint in self._view.engines:
+            if endpoint.name == engine:
+                return endpoint.max_running or 0
+        return 0
 
 
 @dataclass(slots=True)

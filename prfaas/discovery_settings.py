@@ -36,6 +36,11 @@ class DnsEngines(Section):
     apis: tuple[PassedApiName, ...] | None = Field(
         None, description="What they have beyond chat and completions; none: they are asked."
     )
+    max_running: int | None = Field(
+        None,
+        ge=1,
+        description="Sequences that each decodes at once, where no agent says it; none: 256.",
+    )
 
 
 class DnsPeers(Section):

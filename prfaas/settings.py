@@ -123,6 +123,12 @@ class EngineEndpoint(Section):
     apis: tuple[PassedApiName, ...] | None = Field(
         None, description="What it has beyond chat and completions; none: the engine is asked."
     )
+    max_running: int | None = Field(
+        None,
+        ge=1,
+        description="Sequences that it decodes at once (vLLM: `--max-num-seqs`), where no agent "
+        "says it; none: 256.",
+    )
 
 
 class PeerEndpoint(Section):

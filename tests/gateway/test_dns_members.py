@@ -46,10 +46,12 @@ async def test_every_address_is_an_engine(server: DnsServer) -> None:
     ]
     assert [e.tls_name for e in members.engines] == [None] * 3
     assert ttl_s == 1
-    keyed = asked.model_copy(update={"api_key": SecretStr("key"), "apis": ("responses",)})
+    keyed = asked.model_copy(
+        update={"api_key": SecretStr("key"), "apis": ("responses",), "max_running": 8}
+    )
     members, _ = await find_engines(names, keyed, tls=False)
     assert {e.api_key.get_secret_value() for e in members.engines if e.api_key} == {"key"}
-    assert {e.apis for e in members.engines} == {("responses",)}
+    assert {(e.apis, e.max_running) for e in members.engines} == {(("responses",), 8)}
     members, _ = await find_engines(names, asked, tls=True)
     assert {e.tls_name for e in members.engines} == {ENGINES}
 

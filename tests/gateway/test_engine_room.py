@@ -30,9 +30,13 @@ OWN = 40
 class Site:
     """One engine with an agent, an idle peer where there is a link to it."""
 
-    def __init__(self, *, offload: bool = True, **limits: Any) -> None:
+    def __init__(
+        self, *, offload: bool = True, max_running: int | None = None, **limits: Any
+    ) -> None:
         self.clock = ManualClock()
-        settings = gateway_settings(limits=limits, offload=offload)
+        url = "http://127.0.0.1:1"
+        engine = {"name": ENGINE, "url": url, "agent": "127.0.0.1:1", "max_running": max_running}
+        settings = gateway_settings(limits=limits, offload=offload, engines=(engine,))
         self.view = ClusterView(settings.gateway, settings.limits, self.clock)
         self.room = EngineRoom(settings.limits, self.view, self.clock)
 
@@ -68,6 +72,15 @@ def test_it_may_have_what_it_decodes_at_once_and_some_to_spare() -> None:
     assert site.most(100) == OWN
     site.says(max_running=0)
     assert site.most(UNSAID) == UNSAID * 5 // 4, "an agent of before does not say"
+
+
+def test_settings_say_what_no_agent_does() -> None:
+    site = Site(max_running=8)
+    assert site.most() == 10
+    site.says(max_running=0)
+    assert site.most(UNSAID) == 10, "an agent of before does not say"
+    site.says()
+    assert site.most() == OWN, "the engine knows better"
 
 
 def test_who_only_waits_for_kv_comes_on_top() -> None:
