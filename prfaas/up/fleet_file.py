@@ -49,7 +49,7 @@ class FleetFault(_Part):
     """One thing that goes wrong, or is mended, `at_s` after everything is ready."""
 
     at_s: float = Field(ge=0, description="Seconds after the fleet was ready.")
-    do: Literal["kill", "start", "pause", "resume", "link"]
+    do: Literal["kill", "drain", "start", "pause", "resume", "link"]
     what: str = Field(description="A process (`d-0-agent`, `fra-p-1-engine`, ...), or a peer.")
     link: FleetLink | None = Field(None, description="With `do: link`: what its line is from then.")
     drop: bool = Field(False, description="With `do: link`: reset its connections too.")

@@ -84,6 +84,10 @@ class FleetProcesses:
                 await self.supervisor.start((self._specs[fault.what],), READY_TIMEOUT_S)
             elif fault.do == "kill":
                 await self.supervisor.kill(fault.what)
+            elif fault.do == "drain":
+                status = await self.supervisor.stop(fault.what)
+                if status:
+                    raise PrfaasError(f"{words(fault)}: it ended with status {status}")
             else:
                 self.supervisor.find(fault.what).pause(fault.do == "pause")
         except KeyError as exc:
