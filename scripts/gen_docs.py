@@ -9,13 +9,14 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import click
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from policies.scenario import Scenario
 from prfaas.cli import cli
 from prfaas.errors import BY_KIND
 from prfaas.limits import Limits
@@ -45,6 +46,37 @@ out of range are errors that name the key. `prfaas config check FILE` checks a f
 `prfaas config schema` prints a JSON Schema that editors understand.
 """
 
+_SCENARIOS_HEAD = """\
+# Scenarios
+
+This page is generated (`make docs`). A scenario is a YAML file with the sites, links, prices,
+objectives and workload that `prfaas plan`, `simulate` and `tune` are asked about; `prfaas workload
+--scenario` describes what it generates, and `prfaas calibrate` writes one of a live fleet. This one
+has two clusters of the paper's chips over 10 Gbit/s, and conversations that come in bursts:
+
+```yaml
+name: two-clusters
+local: {prefill: paper-h20, instances: 8, cache_tokens: 4000000}
+peers:
+  - name: fra
+    profile: paper-h200
+    instances: 4
+    cache_tokens: 4000000
+    link: {gbit_per_s: 10.0, rtt_ms: 20.0}
+objectives: {ttft_p90_s: 10.0, ttft_p99_s: 20.0}
+prices: {local_instance_per_hour: 16.0, remote_instance_per_hour: 24.0, egress_per_gb: 0.02}
+workload:
+  kind: sessions
+  requests: 3000
+  arrivals: {kind: bursty, rate_per_s: 0.8}
+  sessions: {turns: 4.0, system_tokens: 2048}
+  output_tokens: 300
+```
+
+Profiles are named as `prfaas profile list` does, or are files beside this one
+([policies.md](policies.md) says what is in them). Unknown keys, keys without their unit and values
+out of range are errors that name the key.
+"""
 
 _ERRORS_HEAD = """\
 # Errors
@@ -79,6 +111,12 @@ def configuration_page() -> str:
             parts.append(f"## `{name}`\n\n{_cell(info.description)}\n\n{_table(section, name)}")
     parts.append(_nested())
     return "\n".join(parts)
+
+
+def scenarios_page() -> str:
+    """All of docs/scenarios.md."""
+    rows = _table(Scenario, "").replace("| `.", "| `")
+    return f"{_SCENARIOS_HEAD}\n## A scenario\n\n{rows}\n{_nested(Scenario)}"
 
 
 def errors_page() -> str:
@@ -136,6 +174,7 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "errors.md": errors_page(),
         ROOT / "docs" / "commands.md": commands_page(),
         ROOT / "docs" / "metrics.md": metrics_page(),
+        ROOT / "docs" / "scenarios.md": scenarios_page(),
         readme: fill(readme.read_text(), "limits", limits_table("| limit | default | bounds |")),
         chinese: fill(chinese.read_text(), "limits", limits_table("| 限制 | 默认值 | 约束对象 |")),
     }
@@ -153,26 +192,27 @@ def stale_pages() -> list[Path]:
 def _table(section: type[BaseModel], path: str) -> str:
     rows = ["| key | type | default | what it is |", "| --- | --- | --- | --- |"]
     for name, info in section.model_fields.items():
-        for key, field in _rows(f"{path}.{name}", info):
-            cells = (f"`{key}`", _type(field), _default(key, field), _cell(field.description))
+        for key, field, default in _rows(f"{path}.{name}", info, info.default):
+            cells = (f"`{key}`", _type(field), _default(key, default), _cell(field.description))
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
-def _rows(key: str, info: FieldInfo) -> Iterator[tuple[str, FieldInfo]]:
-    """A section inside a section shows its own keys."""
+def _rows(key: str, info: FieldInfo, default: Any) -> Iterator[tuple[str, FieldInfo, Any]]:
+    """A section inside a section shows its own keys, with the defaults that they have there."""
     inner = info.annotation
     if isinstance(inner, type) and issubclass(inner, BaseModel):
         for name, field in inner.model_fields.items():
-            yield from _rows(f"{key}.{name}", field)
+            there = getattr(default, name) if isinstance(default, BaseModel) else field.default
+            yield from _rows(f"{key}.{name}", field, there)
     else:
-        yield key, info
+        yield key, info, default
 
 
-def _nested() -> str:
+def _nested(whole: type[BaseModel] = Settings) -> str:
     """Sections that may be absent, and the entries of the lists; one table for each class."""
     found: dict[type[BaseModel], list[str]] = {}
-    for model, path in _inner_models(Settings, ""):
+    for model, path in _inner_models(whole, ""):
         found.setdefault(model, []).append(f"`{path}`")
     parts = [
         f"## Keys of {', '.join(paths)}\n\n{_cell(model.__doc__)}\n\n{_table(model, '')}"
@@ -216,16 +256,14 @@ def _type_name(kind: Any) -> str:
         return f"list of {_type_name(get_args(kind)[0])}"
     if get_args(kind):
         parts = [arg for arg in get_args(kind) if arg is not type(None)]
-        if get_origin(kind) is not None and all(isinstance(part, str) for part in parts):
+        if get_origin(kind) is Literal:
             return " or ".join(f"`{part}`" for part in parts)
         return " or ".join(_type_name(part) for part in parts)
     return "keys below"
 
 
-def _default(key: str, info: FieldInfo) -> str:
-    if info.default is PydanticUndefined:
-        return "required"
-    return _readable(key, info.default)
+def _default(key: str, value: Any) -> str:
+    return "required" if value is PydanticUndefined else _readable(key, value)
 
 
 def _readable(key: str, value: Any) -> str:
@@ -239,7 +277,7 @@ def _readable(key: str, value: Any) -> str:
         for size, unit in _SIZES:
             if value >= size and value % size == 0:
                 return f"{value // size} {unit}"
-    if isinstance(value, float) and key.endswith("_s"):
+    if isinstance(value, float) and key.endswith("_s") and not key.endswith("_per_s"):
         return f"{value:g} s"
     if isinstance(value, int | float):
         return f"{value:g}" if isinstance(value, float) else str(value)

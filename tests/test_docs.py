@@ -9,8 +9,13 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
+from pydantic import BaseModel
 
+from policies.policy_file import PolicyFile
+from policies.scenario import Scenario
 from prfaas.cli import cli
+from prfaas.profile import Profile
 from prfaas.snapshot import Reason
 from scripts.metrics_page import REGISTRIES
 
@@ -119,3 +124,19 @@ def test_every_command_has_help() -> None:
         for option in command.params:
             if isinstance(option, click.Option) and not option.hidden:
                 assert option.help, f"{command.name} {option.name}"
+
+
+@pytest.mark.parametrize(
+    ("page", "mark", "model"),
+    [
+        ("scenarios.md", "name: two-clusters", Scenario),
+        ("policies.md", "name: my-engine", Profile),
+        ("policies.md", "policy_version: 1", PolicyFile),
+    ],
+)
+def test_a_file_that_a_page_shows_is_one_that_is_read(
+    page: str, mark: str, model: type[BaseModel]
+) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    (text,) = (block for block in blocks if block.startswith(mark))
+    model.model_validate(yaml.safe_load(text))
