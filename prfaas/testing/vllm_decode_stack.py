@@ -32,11 +32,15 @@ def vllm_decode_process(
     max_context: int = 4096,
     kv_bytes: int = 64 << 20,
     core: str = "0",
+    pin: int | None = None,
     eager: bool = True,
     options: Mapping[str, Any] | None = None,
     extra: Sequence[str] = (),
 ) -> ProcessSpec:
-    """D's engine; `options` of the connector, `extra` of vLLM."""
+    """D's engine; `options` of the connector, `extra` of vLLM.
+
+    `core` binds the threads of its workers, `pin` all its processes.
+    """
     connector = {
         "kv_connector": "PrfaasConnector",
         "kv_connector_module_path": "prfaas_connect.vllm.connector",
@@ -65,7 +69,7 @@ def vllm_decode_process(
         *("--kv-events-config", json.dumps(events)),
         *extra,
     )
-    return ProcessSpec("d-engine", arguments, stack.directory / "d-engine.log")
+    return ProcessSpec("d-engine", arguments, stack.directory / "d-engine.log", core=pin)
 
 
 @contextmanager

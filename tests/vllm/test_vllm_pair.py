@@ -24,7 +24,8 @@ pytestmark = [
 ]
 
 OUTPUT = 12
-TWO_CORES = "0|1"
+TWO_RANKS_ON_ONE_CORE = {"core": "1|1", "pin": 1, "ranks": 2}
+"""Workers wait for each other by spinning: one on each of two cores leaves none to P's agent."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def remote(stack: RunningStack, prompt: list[int]) -> Answer:
     ("p", "d"),
     [
         ({"block": 128, "core": "0"}, {"block": 32, "core": "1", "eager": False}),
-        ({"block": 32, "core": "0"}, {"block": 64, "core": TWO_CORES, "ranks": 2}),
+        ({"block": 32, "core": "0"}, {"block": 64, **TWO_RANKS_ON_ONE_CORE}),
     ],
     ids=["other blocks, compiled at D", "one rank to two"],
 )
