@@ -11,13 +11,9 @@ from gateway.engine_choice import EngineOption, rank_engines
 from gateway.engine_probe import EngineProbe
 from gateway.engine_room import EngineRoom
 from gateway.outliers import Outliers
-from gateway.recent_prefixes import (
-    TEXT_BLOCK_TOKENS,
-    RecentPrefixes,
-    shared_text_chain,
-    text_chain,
-)
+from gateway.recent_prefixes import RecentPrefixes
 from gateway.shared_prefixes import SharedPrefixes
+from gateway.text_blocks import TEXT_BLOCK_TOKENS, OwnHasher, SharedHasher, TextBlocks
 from gateway.tokenise import Chains
 from gateway.turns import Turns
 from gateway.upstream import Upstream
@@ -119,6 +115,7 @@ class Engines:
         self._clock = clock
         self.breakers = view.breakers
         self.recent = RecentPrefixes(clock)
+        self._texts = TextBlocks(OwnHasher() if shared is None else SharedHasher())
         self.outliers = Outliers(clock, self._ejected)
         self._on_change = on_change
         self._room = EngineRoom(limits, view, clock)
@@ -233,7 +230,7 @@ class Engines:
 
     def texts(self, body: bytes, salt: str) -> list[int]:
         """Blocks of the text of a request that was not tokenised."""
-        return (text_chain if self._shared is None else shared_text_chain)(body, salt)
+        return self._texts.chain(body, salt)
 
     def _names(
         self, engines: Collection[Engine], block_tokens: int, chain: Sequence[Hashable]

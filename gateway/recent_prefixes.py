@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from hashlib import blake2b
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -13,14 +11,10 @@ from prfaas.clock import Clock
 
 T = TypeVar("T", bound=Hashable)
 
-TEXT_BLOCK_BYTES, TEXT_BLOCK_TOKENS = 1024, 256
-"""Of a prompt that nobody has tokenised, and about so many tokens."""
 MAX_BLOCKS = 1 << 16
 """Remembered of one engine, about 10 MB; the oldest are forgotten."""
 TTL_S = 600.0
 """A prefix that was not sent for so long may be gone."""
-
-_PROMPT = re.compile(rb'"(?:messages|prompt)"')
 
 
 class RecentPrefixes:
@@ -94,35 +88,3 @@ def _leading(blocks: Mapping[Any, float], chain: Sequence[Hashable], at: float) 
         else:
             end = middle
     return known
-
-
-def text_chain(body: bytes, salt: str) -> list[int]:
-    """Whole blocks of the text of a request that was not tokenised, from where its prompt begins.
-
-    Each stands for all before it too. Python's own hash is keyed anew in each process, and a tenth
-    of the work of a cryptographic one; this chain never leaves the process, and proves nothing.
-    """
-    chain: list[int] = []
-    before = hash(salt)
-    for at in _text_blocks(body):
-        before = hash((before, body[at : at + TEXT_BLOCK_BYTES]))
-        chain.append(before)
-    return chain
-
-
-def shared_text_chain(body: bytes, salt: str) -> list[int]:
-    """The same in every gateway."""
-    state = blake2b(salt.encode(), digest_size=8)
-    chain: list[int] = []
-    text = memoryview(body)
-    for at in _text_blocks(body):
-        state.update(text[at : at + TEXT_BLOCK_BYTES])
-        chain.append(int.from_bytes(state.digest(), "little"))
-    return chain
-
-
-def _text_blocks(body: bytes) -> range:
-    """Where they begin."""
-    found = _PROMPT.search(body)
-    start = 0 if found is None else found.start()
-    return range(start, len(body) - TEXT_BLOCK_BYTES + 1, TEXT_BLOCK_BYTES)

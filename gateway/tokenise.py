@@ -51,7 +51,7 @@ class Prompt(msgspec.Struct, frozen=True):
     chains: Chains = {}
     tokenised: bool = False
     texts: Sequence[int] = ()
-    """Blocks of its text (`text_chain`), where it was not tokenised and engines are compared."""
+    """Blocks of its text (`TextBlocks`), where it was not tokenised and engines are compared."""
 
 
 def guess(parsed: ParsedRequest, features: frozenset[str] = frozenset()) -> Prompt:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
-from gateway.recent_prefixes import TEXT_BLOCK_BYTES, RecentPrefixes, text_chain
+from gateway.recent_prefixes import RecentPrefixes
 from prfaas.testing.clock import ManualClock
 
 A, B = "d-0", "d-1"
@@ -43,25 +41,6 @@ def test_memory_is_bounded_and_shared_beginnings_stay_longest() -> None:
     assert recent.blocks(A) == 10
     assert recent.match(A, chain("system", "tools")) == 2
     assert recent.match(A, chain("system", "tools", "0/1")) == 2
-
-
-def body(text: str, **fields: object) -> bytes:
-    return json.dumps(
-        {"model": "m", **fields, "messages": [{"role": "user", "content": text}]}
-    ).encode()
-
-
-def test_texts_share_as_many_blocks_as_they_begin_alike() -> None:
-    long = "many words " * 1000
-    chain_ = text_chain(body(long), "")
-    assert len(chain_) == (len(long) + 50) // TEXT_BLOCK_BYTES
-    other = text_chain(body(long[:5000] + "!" + long[5001:]), "")
-    shared = sum(a == b for a, b in zip(chain_, other, strict=True))
-    assert shared == 5000 // TEXT_BLOCK_BYTES
-    assert text_chain(body(long + "more", max_tokens=7), "")[: len(chain_)] == chain_
-    assert not set(text_chain(body(long), "another salt")) & set(chain_)
-    assert text_chain(body("short"), "") == []
-    assert text_chain(b"x" * 3000, "") == text_chain(b"x" * 3000, "")
 
 
 def test_what_was_just_sent_is_not_made_younger_but_stays() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.recent_prefixes import shared_text_chain
 from gateway.shared_prefixes import BATCH_NAMES, MAX_PENDING, STEP_TOKENS, SharedPrefixes
+from gateway.text_blocks import SharedHasher, TextBlocks
 from prfaas.cluster_state import PREFIX_NAME_BYTES, PREFIX_TTL_S, HeardPrefixes, PrefixDelta
 from prfaas.hashing import block_chain, cache_salt
 from prfaas.testing.clock import ManualClock
@@ -86,12 +86,13 @@ def test_names_need_the_secret_and_are_no_hashes_of_blocks(clock: ManualClock) -
 def test_texts_that_nobody_tokenised_are_shared_too(two: tuple[SharedPrefixes, ...]) -> None:
     one, other = two
     body = b'{"prompt": "' + b"many words " * 1000
-    chain = shared_text_chain(body, "salt")
+    chain = TextBlocks(SharedHasher()).chain(body, "salt")
     one.sent("d-0", one.names(256, chain))
     carry(one, other)
-    again = shared_text_chain(body + b"more", "salt")
+    texts = TextBlocks(SharedHasher())
+    again = texts.chain(body + b"more", "salt")
     assert other.match("d-0", other.names(256, again)) == len(chain) > 5
-    assert not set(shared_text_chain(body, "another salt")) & set(chain)
+    assert not set(texts.chain(body, "another salt")) & set(chain)
 
 
 def test_what_was_just_told_is_not_told_again(
