@@ -6,11 +6,11 @@ BIN := $(VENV)/bin
 ARGS ?=
 NAME ?= ttft
 QUICK ?=
-WORKERS ?= 2
+WORKERS ?= 3
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
-INSTALL_INPUTS := pyproject.toml setup.py $(wildcard prfaas/codecs/csrc/*) prfaas_connect/pyproject.toml constraints.txt
+INSTALL_INPUTS := pyproject.toml setup.py $(wildcard prfaas/codecs/csrc/* gateway/csrc/*) prfaas_connect/pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help venv venv-dev venv-vllm run test test-real test-vllm test-clients lint format bench bench-gpu soak docs proto clean
@@ -27,10 +27,10 @@ $(VENV)/.installed-run: $(INSTALL_INPUTS) | $(BIN)/python
 	$(PIP_INSTALL) --editable ./prfaas_connect --editable '.[engine]'
 	@touch $@
 
-$(VENV)/.installed-dev: $(INSTALL_INPUTS) $(VENV)/.installed-run
-	@echo "installing the test and lint tools into $(VENV)"
+$(VENV)/.installed-dev: $(INSTALL_INPUTS) | $(BIN)/python
+	@echo "installing prfaas, its pinned packages, and the test and lint tools into $(VENV): some minutes"
 	$(PIP_INSTALL) --editable ./prfaas_connect --editable '.[engine,test,dev]'
-	@touch $@
+	@touch $(VENV)/.installed-run $@
 
 venv: $(VENV)/.installed-run ## Virtual environment to run in
 venv-dev: $(VENV)/.installed-dev ## The same with test and lint tools
@@ -41,7 +41,7 @@ venv-vllm: ## vLLM for CPUs, in .venv-vllm: 2 GB, some minutes
 run: venv ## Everything on this machine with the demo model (ARGS=--once: show and exit)
 	@$(BIN)/python -m prfaas up $(ARGS)
 
-test: venv-dev ## All tests but the long ones, WORKERS=2 at once where that disturbs none
+test: venv-dev ## All tests but the long ones, WORKERS=3 at once where that disturbs none
 	@BIN=$(BIN) WORKERS=$(WORKERS) scripts/run_tests.sh $(ARGS)
 
 test-real: venv-dev ## The long exactness tests on the demo model

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All tests but the long ones, in two runs: first what shares the machine well, WORKERS at once, then
-# alone what measures rates and times, or breaks whole stacks midway. Arguments go to pytest; one that is a path
+# alone what measures rates and speeds. Arguments go to pytest; one that is a path
 # makes it one plain run of that. With RETRY=N up to N tests that failed are run once more at the end, alone, and
 # named in either case: on a machine that others use too, a test may lose a race that it does not lose alone.
 set -uo pipefail
@@ -8,20 +8,15 @@ cd "$(dirname "$0")/.."
 python=${BIN:-.venv/bin}/python
 cache=build/pytest-cache
 pytest=("$python" -m pytest -m "not slow" -o "cache_dir=$cache")
-workers=${WORKERS:-2}
+workers=${WORKERS:-3}
+# Where it is set, each of the hundreds of processes that tests start would compile our modules anew.
+unset PYTHONDONTWRITEBYTECODE
 alone=(
-	tests/bench/test_gateway.py
 	tests/bench/test_wan.py
 	tests/bench/test_wanlink.py
-	tests/e2e/test_cancel.py
-	tests/e2e/test_deaths.py
-	tests/e2e/test_exact_hybrid.py
-	tests/e2e/test_faults.py
-	tests/e2e/test_rubbish.py
 	tests/e2e/test_up_once.py
 	tests/prfaas/testing/test_link.py
 	tests/prfaas/testing/test_link_process.py
-	tests/remote_prefill
 )
 
 for word in "$@"; do
@@ -31,7 +26,7 @@ for word in "$@"; do
 done
 
 rm -rf "$cache"
-"${pytest[@]}" -n "$workers" --dist loadfile "${alone[@]/#/--ignore=}" "$@"
+"${pytest[@]}" -n "$workers" --dist loadscope --no-loadscope-reorder "${alone[@]/#/--ignore=}" "$@"
 first=$?
 "${pytest[@]}" "$@" "${alone[@]}"
 second=$?

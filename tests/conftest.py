@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 # Set before anything loads torch or tokenizers: tests share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,6 +25,44 @@ settings.register_profile(
 settings.load_profile("prfaas")
 
 pytest_plugins = ["prfaas.testing.fixtures"]
+
+_BREAKERS = {
+    f"tests/e2e/test_{name}.py"
+    for name in ("cancel", "deaths", "exact_hybrid", "faults", "rubbish")
+}
+"""They break whole stacks midway: one after the other in one worker, where they share a stack."""
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.split("::", 1)[0]
+
+
+class _ByFile(LoadScopeScheduling):
+    """A worker takes a file at a time."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = _file(nodeid)
+        return "breakers" if file in _BREAKERS else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> _ByFile:
+    """Of several workers none waits long for the others at the end: see the order below."""
+    return _ByFile(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers begin with what takes long: what starts many processes, then files of many tests."""
+    if not hasattr(config, "workerinput"):
+        return
+    counts = Counter(_file(item.nodeid) for item in items)
+
+    def rank(item: pytest.Item) -> tuple[bool, bool, int]:
+        file = _file(item.nodeid)
+        starts_processes = file.startswith(("tests/e2e/", "tests/bench/", "tests/clients/"))
+        return file not in _BREAKERS, not starts_processes, -counts[file]
+
+    items.sort(key=rank)
 
 
 @pytest.fixture(scope="session")

@@ -149,7 +149,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             [sys.executable, "-m", "pip", "wheel", "--no-deps", "--quiet", "-w", out, project],
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=200,
             env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
         )
         assert built.returncode == 0, built.stderr
@@ -164,7 +164,7 @@ def installed_top_levels(wheel: Path, target: Path) -> set[str]:
     return {name for name in names if not name.endswith(".dist-info")} - {"bin"}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_wheels_install_exactly_their_packages(wheels: dict[str, Path], tmp_path: Path) -> None:
     assert set(wheels) == {"prfaas", "prfaas_connect"}
     main, connect = tmp_path / "main", tmp_path / "connect"
