@@ -183,7 +183,7 @@ def test_wheels_install_exactly_their_packages(wheels: dict[str, Path], tmp_path
     assert str(connect) in done.stdout, done.stderr
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(500)
 def test_wheels_carry_every_module_and_the_licence(wheels: dict[str, Path]) -> None:
     with zipfile.ZipFile(wheels["prfaas"]) as archive:
         names = set(archive.namelist())
