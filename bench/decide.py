@@ -10,22 +10,33 @@ from prfaas.settings import PolicySettings
 from prfaas.snapshot import Snapshot
 from prfaas.testing.contracts import busy_snapshot, long_request
 
-CANDIDATES = (1, 4, 16)
+FLEETS = ((1, 1), (4, 1), (8, 2), (8, 16))
+"""Peers, and instances of each: the goals are 10 us with one of one, and 50 us with 16 of 8."""
 CALLS = 2000
 RUNS = 15
 
 
-def snapshot_of(candidates: int) -> Snapshot:
-    """A busy D and so many idle instances."""
+def snapshot_of(peers: int, instances: int) -> Snapshot:
+    """A busy D and idle peers, each with so many idle instances, that differ in distance."""
     one = busy_snapshot()
-    remotes = tuple(replace(one.remotes[0], instance=f"prefill-{i}") for i in range(candidates))
+    remotes = tuple(
+        replace(
+            one.remotes[0],
+            peer=f"peer-{peer}",
+            instance=f"prefill-{instance}",
+            link=replace(one.remotes[0].link, rtt_s=0.005 * (1 + peer)),
+        )
+        for peer in range(peers)
+        for instance in range(instances)
+    )
     return replace(one, remotes=remotes)
 
 
-def decide_us(name: str, candidates: int) -> float:
+def decide_us(name: str, peers: int, instances: int) -> float:
     """Microseconds of CPU for one decision."""
     policy = make_policy(PolicySettings(name=name))
-    request, snapshot, state = long_request(), snapshot_of(candidates), policy.initial_state()
+    request, snapshot = long_request(), snapshot_of(peers, instances)
+    state = policy.initial_state()
     best = float("inf")
     for _ in range(RUNS):
         start = time.process_time()
@@ -36,10 +47,9 @@ def decide_us(name: str, candidates: int) -> float:
 
 
 def main() -> None:
-    print(f"{'policy':<18}" + "".join(f"{n:>4} candidates" for n in CANDIDATES))
+    print(f"{'policy':<18}" + "".join(f"{f'{p} x {i}':>12}   " for p, i in FLEETS))
     for name in sorted(POLICIES):
-        row = "".join(f"{decide_us(name, n):>12.2f} us" for n in CANDIDATES)
-        print(f"{name:<18}{row}")
+        print(f"{name:<18}" + "".join(f"{decide_us(name, p, i):>12.2f} us" for p, i in FLEETS))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.policies import _geomean, _interval, _late
+from bench.policies import _geomean, _interval, _late, worst_scenario
 from bench.policy_arms import Arm, Deadline, Memo, OutOfTime
 from bench.policy_cases import WORKLOADS, Case, cases, ready
 
@@ -83,3 +83,10 @@ def test_the_interval_is_over_seeds_and_not_over_scenarios() -> None:
     half = 4.303 * 0.01 / math.sqrt(3)
     assert f"{math.exp(0.01 - half):.3f} to {math.exp(0.01 + half):.3f}" in _interval(ratios)
     assert "6 paired runs from 0.500 to 2.040" in _interval(ratios)
+
+
+def test_the_worst_scenario_is_of_the_mean_of_its_seeds() -> None:
+    one, other = Case("paper", 100), Case("paper", 10)
+    found = [(one, 0, 0.8), (one, 1, 1.25), (other, 0, 0.9), (other, 1, 0.9)]
+    assert worst_scenario(found) == (other.name, pytest.approx(0.9), 2)
+    assert worst_scenario(found, max) == (one.name, pytest.approx(1.0), 2)

@@ -223,7 +223,9 @@ def test_imports_are_learnt() -> None:
 def test_deciding_takes_microseconds(instances: int) -> None:
     """The goals are 10 and 50 us on a free core (bench/decide.py); ten times that on a shared."""
     one = busy_snapshot()
-    remotes = tuple(replace(one.remotes[0], instance=f"{i}") for i in range(instances))
+    remotes = tuple(
+        replace(one.remotes[0], peer=f"{i % 8}", instance=f"{i}") for i in range(instances)
+    )
     snapshot, request, state = replace(one, remotes=remotes), long_request(), learnt(4000)
     policy, best = priced(), 1.0
     for _ in range(10):
