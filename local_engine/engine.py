@@ -279,6 +279,9 @@ class Engine:
                 if self._run_commands():
                     self._publish()  # A long step must not hide what came before it.
                 worked = self._core.step()
+                # What came during the step waits now: an engine that says between two steps that
+                # nothing does would get everybody's next request.
+                self._run_commands()
                 self._publish()
                 if not worked and not self._commands:
                     self._rest()

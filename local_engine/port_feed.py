@@ -37,6 +37,9 @@ class PortFeed:
         self._events_at = float("-inf")
         self._synchronised = False
         self._stop = threading.Event()
+        self._news = threading.Event()
+        self._deferred = False
+        """Something waits until the last message is no longer too young, and the thread knows."""
         self._thread = threading.Thread(target=self._repeat, name="port-feed", daemon=True)
 
     def start(self) -> None:
@@ -45,6 +48,7 @@ class PortFeed:
     def close(self) -> None:
         """End the thread. Idempotent."""
         self._stop.set()
+        self._news.set()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -73,8 +77,12 @@ class PortFeed:
             if not self._synchronised:
                 self._events.discard()
                 return
-            if self._latest != self._sent and now - self._sent_at >= MIN_INTERVAL_S:
-                self._send_stats()
+            if self._latest != self._sent:
+                if now - self._sent_at >= MIN_INTERVAL_S:
+                    self._send_stats()
+                elif not self._deferred:
+                    self._deferred = True
+                    self._news.set()
         if self._events.pending and now - self._events_at >= MIN_INTERVAL_S:
             self._events_at = now
             if not self._send_events(self._events.take()):
@@ -89,15 +97,21 @@ class PortFeed:
     def _send_stats(self) -> None:
         """Lock held."""
         assert self._latest is not None
+        self._deferred = False
         self._port.send(self._latest)
         self._sent, self._sent_at = self._latest, self._clock.now()
 
     def _repeat(self) -> None:
         wait_s = self._interval_s
-        while not self._stop.wait(wait_s):
+        while not self._stop.is_set():
+            self._news.wait(wait_s)
+            self._news.clear()
+            if self._stop.is_set():
+                return
             with self._lock:
                 # A little early rather than late: the interval is a promise.
-                due_s = self._sent_at + 0.9 * self._interval_s - self._clock.now()
+                pause_s = MIN_INTERVAL_S if self._deferred else 0.9 * self._interval_s
+                due_s = self._sent_at + pause_s - self._clock.now()
                 if due_s <= 0:
                     if self._synchronised and self._latest is not None:
                         self._send_stats()

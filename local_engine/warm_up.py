@@ -13,6 +13,8 @@ from prfaas.clock import Clock
 # Stop measuring after so long: a slow machine has shown enough by then.
 BUDGET_S = 4.0
 _DECODE_STEPS = 3
+# A request that comes to an idle engine may have to wait for its measurement: for so long at most.
+MEASURE_S = 0.25
 
 
 def warm_up(
@@ -70,6 +72,7 @@ def measure(
     clock: Clock,
 ) -> None:
     """Time one chunk and one decode step of an idle engine; costs the oldest cached blocks at most.
+    The chunk is a part of one where a whole one would take long.
 
     An engine that nobody chooses would otherwise keep the curve of a bad moment, and so never be
     chosen.
@@ -78,6 +81,8 @@ def measure(
     chunk = min(chunk_tokens, room - 1)
     if chunk < 1:
         return
+    while chunk > 1 and fit.curve.seconds(chunk) > MEASURE_S:
+        chunk //= 2
     taken = blocks.allocate(-(-(chunk + 1) // pool.block_tokens))
     if taken is None:
         return

@@ -15,7 +15,7 @@ import numpy as np
 
 from local_engine.engine import Engine
 from local_engine.kv.pool import KvPool
-from local_engine.requests import EngineRequest, SamplingParams
+from local_engine.requests import EngineRequest, EngineStats, SamplingParams
 from local_engine.testing import (
     CHAIN_LAYERS,
     CHAIN_LAYOUT,
@@ -231,6 +231,35 @@ async def test_load_is_told_at_least_every_quarter_second_even_within_a_long_ste
         # A quarter of a second by the clock; the rest is for a busy machine.
         assert max(gaps) < 0.5
         assert min(gaps) > 0.1
+
+
+async def test_what_comes_during_a_step_is_in_the_load_as_soon_as_that_is_over(
+    tmp_path: Path,
+) -> None:
+    async with pair(tmp_path) as (engine, _, runner):
+        inside, gate = threading.Event(), threading.Event()
+
+        def wait(layer: int) -> None:
+            inside.set()
+            assert gate.wait(20)
+
+        runner.on_layer = wait
+        first = asyncio.create_task(ask(engine, tokens(CHUNK)))
+        await asyncio.to_thread(inside.wait, 10)
+        second = asyncio.create_task(ask(engine, tokens(CHUNK, 1)))
+        await eventually(lambda: engine._commands)
+        told: list[int] = []
+        publish = engine._feed.publish
+
+        def record(stats: EngineStats) -> None:
+            told.append(stats.waiting)
+            publish(stats)
+
+        engine._feed.publish = record
+        runner.on_layer = None
+        gate.set()
+        await asyncio.gather(first, second)
+        assert told[0] == 1, "an engine that says it is idle gets everybody's next request"
 
 
 async def test_load_changes_are_told_soon(tmp_path: Path) -> None:

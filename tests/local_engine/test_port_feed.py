@@ -117,6 +117,22 @@ def test_a_snapshot_that_does_not_go_out_starts_no_deltas() -> None:
     assert bench.port.sent == []
 
 
+async def test_what_was_too_fresh_is_sent_soon_also_within_a_long_step() -> None:
+    bench = Bench(interval_s=60.0)
+    bench.publish()
+    bench.feed.synchronise([])
+    bench.feed.start()
+    try:
+        assert [s.running for s in bench.publish(running=1)] == [1]
+        assert bench.publish(MIN_INTERVAL_S / 2, running=2) == []
+        assert bench.publish(MIN_INTERVAL_S / 4, running=3) == []
+        bench.clock.advance(MIN_INTERVAL_S)
+        await eventually(lambda: bench.port.of(Stats)[-1].running == 3)
+        assert not bench.feed.pending
+    finally:
+        bench.feed.close()
+
+
 @pytest.mark.parametrize("synchronised", [True, False])
 async def test_the_load_is_repeated_while_the_engine_is_silent(synchronised: bool) -> None:
     bench = Bench(interval_s=0.01)

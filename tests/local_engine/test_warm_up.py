@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+import local_engine.warm_up as warm_up_module
 from local_engine.kv.blocks import BlockManager
 from local_engine.kv.events import CacheEventLog
 from local_engine.kv.pool import KvPool
 from local_engine.profile import MovingMean, PrefillFit
 from local_engine.testing import CHAIN_LAYOUT, ChainRunner
-from local_engine.warm_up import BUDGET_S, warm_up
+from local_engine.warm_up import BUDGET_S, MEASURE_S, warm_up
 from prfaas.testing.clock import ManualClock
 
 
@@ -44,6 +45,27 @@ def test_a_tiny_pool_is_no_obstacle(blocks: int) -> None:
     fit, _, runner = measure(blocks, 0.001)
     assert max(end for _, end in runner.chunks) < 4 * blocks
     assert fit.curve.known
+
+
+@pytest.mark.parametrize(("token_s", "chunk"), [(0.001, 64), (0.02, 8), (1.0, 1)])
+def test_an_idle_engine_is_busy_with_itself_for_a_moment_at_most(
+    token_s: float, chunk: int
+) -> None:
+    clock = ManualClock()
+    pool = KvPool(CHAIN_LAYOUT, 64, 4)
+    manager = BlockManager(64, 4, CacheEventLog("e"))
+    runner = ChainRunner(pool, clock)
+    runner.strict = False
+    runner.token_s, runner.step_s = token_s, 0.05
+    fit, step = PrefillFit(64), MovingMean()
+    for tokens in (8, 64):
+        fit.observe(tokens, 0, tokens * token_s)
+    fit.finish_warm_up()
+    warm_up_module.measure(runner, pool, manager, fit, step, 64, clock)
+    assert runner.chunks == [(0, chunk)]
+    assert chunk * token_s <= MEASURE_S or chunk == 1
+    assert fit.curve.seconds(64) == pytest.approx(64 * token_s, rel=0.1)
+    assert manager.available == 64
 
 
 def test_a_slow_machine_stops_early_with_what_it_has() -> None:
