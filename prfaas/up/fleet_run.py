@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 import tempfile
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.up.fleet import FleetPlan
-from prfaas.up.fleet_file import read_fleet
+from prfaas.up.fleet_file import FleetFault, read_fleet
 from prfaas.up.fleet_processes import FleetProcesses, words
 
 
@@ -98,13 +99,37 @@ class FleetRun:
         self._say(f"\nready: model {self._plan.fleet.model} at {urls}; Ctrl-C stops it")
         running = ", ".join(f"{p.spec.name} {p.pid}" for p in self._fleet.supervisor.processes)
         self._say(f"running: {running}")
-        began = asyncio.get_running_loop().time()
-        for fault in sorted(self._plan.fleet.faults, key=lambda each: each.at_s):
-            await asyncio.sleep(began + fault.at_s - asyncio.get_running_loop().time())
-            self._say(f"{fault.at_s:6.1f} s  {words(fault)}")
-            await self._fleet.carry_out(fault)
+        await self._let_go_wrong()
         if not once:
             await asyncio.Event().wait()
 
+    async def _let_go_wrong(self) -> None:
+        """Each at its time; what is to happen to one process waits for what went before there.
+
+        Raises PrfaasError.
+        """
+        began = asyncio.get_running_loop().time()
+        turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+        async def carry_out(fault: FleetFault) -> None:
+            async with turns[fault.what]:
+                await self._fleet.carry_out(fault)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for fault in sorted(self._plan.fleet.faults, key=lambda each: each.at_s):
+                    await asyncio.sleep(began + fault.at_s - asyncio.get_running_loop().time())
+                    self._say(f"{fault.at_s:6.1f} s  {words(fault)}")
+                    group.create_task(carry_out(fault))
+        except* PrfaasError as found:
+            raise _first(found) from None
+
     def _say(self, text: str) -> None:
         self._console.print(text, markup=False, soft_wrap=True)
+
+
+def _first(found: BaseException) -> BaseException:
+    """Of a group, the first error itself."""
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found
