@@ -255,9 +255,7 @@ class Gateway:
             tasks.append(asyncio.create_task(self._everyone.run()))
         try:
             await runner.setup()
-            self.port = await front.start(
-                self._settings.host, self._settings.port, shared=self._worker is not None
-            )
+            self.port = await self._listen(front)
             logger.info("listening on %s:%d", self._settings.host, self.port)
             if self.state is not None:
                 self.state.address = f"{self._settings.host}:{self.port}"
@@ -284,6 +282,17 @@ class Gateway:
             self._tokeniser.close()
             if self._spans is not None:
                 await asyncio.to_thread(self._spans.close)
+
+    async def _listen(self, front: Front) -> int:
+        """The port. Raises ConfigError."""
+        host, port = self._settings.host, self._settings.port
+        try:
+            return await front.start(host, port, shared=self._worker is not None)
+        except OSError as exc:
+            raise ConfigError(
+                f"gateway.port: cannot listen on {host}:{port}: {exc.strerror}",
+                field="gateway.port",
+            ) from exc
 
     async def drain(self) -> bool:
         """Refuse new requests and wait for those under way; False when the limit ended it."""

@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-import yaml
-
 from prfaas.errors import ConfigError, PeerUnavailable
+from prfaas.yaml_text import parse_yaml
 
 logger = logging.getLogger(__name__)
 
@@ -157,10 +156,7 @@ def read_mapping(file: Path, what: str) -> dict[str, object]:
         raise ConfigError(f"cannot read {file}: {exc.strerror}") from exc
     if len(raw) > MAX_BYTES:
         raise ConfigError(f"{file} is larger than {MAX_BYTES} bytes")
-    try:
-        data = yaml.safe_load(raw)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
-        raise ConfigError(f"{file} is not YAML: {exc}") from exc
+    data = parse_yaml(raw, file)
     if not isinstance(data, dict):  # an empty file is one that is just being written
         raise ConfigError(f"{file}: the top level must be a mapping with {what}")
     return data

@@ -4,13 +4,13 @@ together.
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from prfaas.section import Section
 
 
-class Limits(BaseModel):
+class Limits(Section):
     """Bounds of one process. Times in seconds, sizes in bytes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_body_bytes: int = Field(8 << 20, gt=0, description="Largest HTTP request body.")
     max_answer_bytes: int = Field(

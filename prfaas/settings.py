@@ -10,7 +10,6 @@ import ipaddress
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
-import yaml
 from pydantic import (
     Field,
     SecretStr,
@@ -31,8 +30,9 @@ from prfaas.limits import Limits
 from prfaas.logs import LogFormat
 from prfaas.policy_settings import PolicySettings as PolicySettings
 from prfaas.queue_settings import QueueSettings
-from prfaas.section import Section
+from prfaas.section import Name, Section
 from prfaas.tracing_settings import TracingSettings
+from prfaas.yaml_text import parse_yaml
 
 CodecName = Literal[
     "tight-basis", "compact-basis", "near-basis", "near-channels", "int8", "exponent",
@@ -107,7 +107,7 @@ class VllmSettings(Section):
 class EngineEndpoint(Section):
     """A decode engine the gateway relays to, and its agent."""
 
-    name: str = Field(description="Unique engine name.")
+    name: Name = Field(description="Unique engine name.")
     url: str = Field(description="Base URL of its OpenAI server, `http://host:port`.")
     agent: str | None = Field(
         None, description="Watch address `host:port` of its agent; none: never offloads."
@@ -134,8 +134,8 @@ class EngineEndpoint(Section):
 class PeerEndpoint(Section):
     """A prefill instance the gateway may choose; names match the agent's own configuration."""
 
-    peer: str = Field(description="Peer (prefill cluster) name.")
-    instance: str = Field(description="Instance name within the peer.")
+    peer: Name = Field(description="Peer (prefill cluster) name.")
+    instance: Name = Field(description="Instance name within the peer.")
     watch: str = Field(description="Watch address `host:port` of the instance's agent.")
     tls_name: str | None = Field(
         None, description="Name its certificate must carry; none: the host of `watch`."
@@ -358,7 +358,7 @@ class EngineSettings(Section):
 class InstanceAddress(Section):
     """Where an agent dials one prefill instance."""
 
-    name: str = Field(description="Instance name.")
+    name: Name = Field(description="Instance name.")
     address: str = Field(description="`host:port` of its prefill service.")
     tls_name: str | None = Field(
         None, description="Name its certificate must carry; none: the host of `address`."
@@ -368,7 +368,7 @@ class InstanceAddress(Section):
 class AgentPeer(Section):
     """A peer as an agent knows it."""
 
-    name: str = Field(description="Peer name.")
+    name: Name = Field(description="Peer name.")
     link_class: Literal["lan", "wan"] = Field("wan", description="Class of the link.")
     channels: int = Field(4, ge=1, le=64, description="Warm data channels to each instance.")
     instances: tuple[InstanceAddress, ...] = Field((), description="Prefill instances.")
@@ -528,11 +528,9 @@ def load_settings(path: Path | None = None, overrides: dict[str, Any] | None = N
     data: dict[str, Any] = {}
     if path is not None:
         try:
-            loaded = yaml.safe_load(path.read_text())
+            loaded = parse_yaml(path.read_bytes(), path)
         except OSError as exc:
             raise ConfigError(f"cannot read {path}: {exc.strerror}") from exc
-        except yaml.YAMLError as exc:
-            raise ConfigError(f"{path} is not YAML: {exc}") from exc
         if loaded is not None and not isinstance(loaded, dict):
             raise ConfigError(f"{path}: the top level must be a mapping")
         data = loaded or {}

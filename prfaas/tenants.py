@@ -17,6 +17,7 @@ from pydantic import AwareDatetime, Field, ValidationError, field_validator, mod
 from prfaas.errors import ConfigError
 from prfaas.section import Section
 from prfaas.settings import QualityName, validation_message
+from prfaas.yaml_text import parse_yaml
 
 KEY_BYTES = 32
 """Randomness of a key: so much that a plain SHA-256 of it cannot be turned back."""
@@ -131,15 +132,9 @@ def load_tenants(path: Path) -> TenantFile:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes", field="tenants")
-        found = yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError) as exc:
-        why = exc.strerror if isinstance(exc, OSError) else "it is not UTF-8"
-        raise ConfigError(f"cannot read {path}: {why}", field="tenants") from exc
-    except (yaml.YAMLError, RecursionError) as exc:
-        mark = getattr(exc, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark is not None else ""
-        # Not the text itself: a key may have been put there in the clear.
-        raise ConfigError(f"{path} is not YAML{where}", field="tenants") from None
+        found = parse_yaml(path.read_bytes(), path, "tenants")
+    except OSError as exc:
+        raise ConfigError(f"cannot read {path}: {exc.strerror}", field="tenants") from exc
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: the top level must be a mapping", field="tenants")
     try:

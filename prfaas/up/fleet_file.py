@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from prfaas.errors import ConfigError
+from prfaas.yaml_text import parse_yaml
 
 Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,39}$")]
 Overrides = dict[str, Any]
@@ -105,11 +105,9 @@ class Fleet(_Part):
 def read_fleet(file: Path) -> Fleet:
     """Raises ConfigError naming the file and the key."""
     try:
-        return Fleet.model_validate(yaml.safe_load(file.read_text()) or {})
+        return Fleet.model_validate(parse_yaml(file.read_bytes(), file) or {})
     except OSError as exc:
         raise ConfigError(f"{file}: {exc.strerror}", field=str(file)) from exc
-    except yaml.YAMLError as exc:
-        raise ConfigError(f"{file}: not YAML: {exc}", field=str(file)) from exc
     except ValidationError as exc:
         first = exc.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "fleet"

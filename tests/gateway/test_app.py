@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -40,6 +41,14 @@ def test_settings_that_cannot_work_name_the_key(fields: dict, message: str) -> N
         check_settings(gateway_settings(**fields))
     assert caught.value.message.startswith(message)
     assert message.startswith(caught.value.field)
+
+
+async def test_a_port_that_cannot_be_had_is_named(make_cluster: Any) -> None:
+    async with make_cluster(agents=False) as cluster:
+        for host, port in (("127.0.0.1", cluster.gateway.port), ("192.0.2.1", 1)):
+            with pytest.raises(ConfigError, match=rf"gateway.port: cannot listen on {host}:{port}"):
+                async with make_cluster(agents=False, host=host, port=port):
+                    pass
 
 
 def test_no_key_is_needed_where_nothing_is_offloaded() -> None:

@@ -12,7 +12,7 @@ from prfaas.settings import Settings, load_settings
 
 
 def write(path: Path, text: str) -> Path:
-    path.write_text(text)
+    path.write_bytes(text.encode("latin-1"))
     return path
 
 
@@ -40,13 +40,35 @@ def test_file_overrides_and_environment_apply_in_that_order(
         ("agent: {peers: [{nome: x}]}", "agent.peers.0.nome"),
         ("config_version: 2", "config_version"),
         ("[1, 2]", "mapping"),
-        ("a: [", "not YAML"),
+        ("a: [", "not YAML at line 1"),
+        ("gateway: {}\nlimits: {}\ngateway: {}", "line 3: a key that is there already"),
+        ("gateway: {kv_quality: exact, kv_quality: near}", "there already"),
+        ("\xff\xfe\x00", "not YAML"),
+        ("a: \x00", "not YAML"),
+        ("a: 2026-13-45", "not YAML"),
+        ("a: " + "[" * 5000, "not YAML"),
+        ("a: !!python/name:os.system", "not YAML at line 1"),
+        ("gateway: {port: true}", "port: a number, not true"),
+        ("limits: {max_body_bytes: no}", "max_body_bytes: a number, not false"),
+        ("limits: {request_timeout_s: .inf}", "limits.request_timeout_s"),
+        ("limits: {request_timeout_s: .nan}", "limits.request_timeout_s"),
+        ("limits: {request_timeout_s: 10s}", "limits.request_timeout_s"),
+        ('gateway: {engines: [{name: "a\\nb", url: "http://x"}]}', "gateway.engines.0.name"),
+        ('gateway: {engines: [{name: "", url: "http://x"}]}', "gateway.engines.0.name"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, text: str, names: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_settings(write(tmp_path / "c.yaml", text))
     assert names in caught.value.message
+
+
+def test_what_is_no_yaml_is_not_repeated(tmp_path: Path) -> None:
+    """There may be a key in it."""
+    for text in ("gateway: {transfer_key: [hush", "transfer_key: hush: x", "a: 1\nhush"):
+        with pytest.raises(ConfigError) as caught:
+            load_settings(write(tmp_path / "c.yaml", text))
+        assert "hush" not in caught.value.message
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
