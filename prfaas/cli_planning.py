@@ -310,8 +310,14 @@ def _policy_settings(path: Path | None) -> PolicySettings:
         return PolicySettings()
     if is_policy_file(path):
         return load_policy_file(path).settings()
-    settings = load_settings(path).gateway.policy
-    return settings if settings.file is None else load_policy_file(settings.file).settings()
+    gateway = load_settings(path).gateway
+    if "policy" not in gateway.model_fields_set:
+        raise ConfigError(
+            f"{path}: neither a policy file (it has no policy_version) nor a configuration file "
+            "with gateway.policy"
+        )
+    policy = gateway.policy
+    return policy if policy.file is None else load_policy_file(policy.file).settings()
 
 
 @click.group()

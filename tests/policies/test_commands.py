@@ -199,6 +199,10 @@ def test_policy_parameters_come_from_a_configuration_file(small: Path, tmp_path:
         assert (share < 0.3) is few
     config.write_text(yaml.safe_dump({"gateway": {"policy": {"threshold": 5}}}))
     assert "threshold" in str(run(*words, "--policy-file", str(config)).exception)
+    for nothing in ("", "gateway: {port: 9000}"):
+        config.write_text(nothing)
+        error = str(run(*words, "--policy-file", str(config)).exception)
+        assert "neither a policy file (it has no policy_version) nor a configuration file" in error
 
 
 def test_workload_describes_a_trace(trace: Path) -> None:
