@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,10 +18,12 @@ from prfaas.errors import PrfaasError
 from prfaas.kvport import EngineConn
 from prfaas.settings import AgentSettings, PrefillSettings, VllmSettings
 from prfaas_connect.port.messages import Hello, KvEvents, Stats
-from remote_prefill.vllm_api import VllmApi
 from remote_prefill.vllm_events import Batch, Change, VllmIndex
 from remote_prefill.vllm_feed import EventStream
 from remote_prefill.vllm_metrics import READ, LoadMeter, parse_metrics
+
+if TYPE_CHECKING:
+    from remote_prefill.vllm_api import VllmApi
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,9 @@ class VllmEngine:
         self._on_events = on_events
         self._clock = clock
         self._fetches = fetches
+        # An HTTP client is a sixth of what an agent loads, and only this engine needs one.
+        from remote_prefill.vllm_api import VllmApi
+
         self.api = VllmApi(settings)
         self.submitter = VllmSubmitter(self.api, hello.model)
         self.index = VllmIndex(hello.block_tokens)

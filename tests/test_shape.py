@@ -127,6 +127,15 @@ def test_gateway_and_policies_load_no_torch() -> None:
     assert loaded_by("gateway,policies") & heavy == set()
 
 
+def test_agents_load_no_http_client_until_a_vllm_is_beside_them() -> None:
+    code = "import remote_prefill.agent_main, remote_prefill.prefill_main, sys; "
+    code += "print('aiohttp' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "False False\n", done.stderr
+
+
 def test_policies_load_no_server() -> None:
     assert loaded_by("policies") & {"aiohttp", "grpc", "uvloop"} == set()
 
