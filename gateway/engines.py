@@ -181,7 +181,7 @@ class Engines:
         if len(left) < 2:
             return left[0] if left else None
         block_tokens, chain = coarsest(chains, texts)
-        names = self._names(left, block_tokens, chain)
+        names = self._names(block_tokens, chain)
         options = [
             EngineOption(
                 self._view.local(engine.name, chains),
@@ -221,7 +221,7 @@ class Engines:
         if len(self._engines) < 2:
             return 0
         block_tokens, chain = coarsest(chains, texts)
-        names = self._names([engine], block_tokens, chain)
+        names = self._names(block_tokens, chain)
         known = self._recent_tokens(engine, block_tokens, chain, names)
         self.recent.sent(engine.name, chain)
         if names and self._shared is not None:
@@ -232,13 +232,9 @@ class Engines:
         """Blocks of the text of a request that was not tokenised."""
         return self._texts.chain(body, salt)
 
-    def _names(
-        self, engines: Collection[Engine], block_tokens: int, chain: Sequence[Hashable]
-    ) -> list[bytes]:
-        """What gateways call its blocks; none where the engines tell what they have."""
-        if self._shared is None or all(self._view.cache_known(each.name) for each in engines):
-            return []
-        return self._shared.names(block_tokens, chain)
+    def _names(self, block_tokens: int, chain: Sequence[Hashable]) -> list[bytes]:
+        """What gateways call its blocks; none where they tell each other of none."""
+        return [] if self._shared is None else self._shared.names(block_tokens, chain)
 
     def _recent_tokens(
         self,
@@ -249,9 +245,11 @@ class Engines:
     ) -> int:
         """Of the prompt, sent there of late by this gateway or another one."""
         own = self.recent.match(engine.name, chain) * block_tokens
-        if self._shared is None or not names or self._view.cache_known(engine.name):
+        if self._shared is None or not names:
             return own
-        return max(own, self._shared.tokens(block_tokens, self._shared.match(engine.name, names)))
+        tells = self._view.cache_known(engine.name)
+        matched = self._shared.match(engine.name, names, tells=tells)
+        return max(own, self._shared.tokens(block_tokens, matched))
 
     def _lost_cache(self, engine: Engine) -> None:
         self.recent.forget(engine.name)

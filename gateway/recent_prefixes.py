@@ -75,6 +75,14 @@ class RecentPrefixes:
         blocks = self._engines.get(engine)
         return _leading(blocks, chain, self._clock.now()) if blocks else 0
 
+    def age_s(self, engine: str, block: Hashable) -> float:
+        """Since it was sent there, to a tenth of the time for which it is remembered; infinite:
+        never, or it is forgotten.
+        """
+        blocks = self._engines.get(engine)
+        until = None if blocks is None else blocks.get(block)
+        return float("inf") if until is None else self._ttl_s - (until - self._clock.now())
+
 
 def _leading(blocks: Mapping[Any, float], chain: Sequence[Hashable], at: float) -> int:
     """How many of them are remembered until then at least, looked for by halves from the first."""

@@ -1,4 +1,4 @@
-"""What gateways tell each other of prompts that they sent to engines without cache events."""
+"""What gateways tell each other of prompts that they sent to engines."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ MAX_NAMES = 1 << 15
 """Of what this gateway told, by engine, and as many of what it heard: about 5 MB each."""
 MAX_PENDING = 8192
 """Names not told yet; when there are more, the newest that fit are told again later."""
+BURST_S = 10.0
+"""What another gateway sent so long ago to an engine that tells what it has cached is among that by
+now, or gone again."""
 BATCH_NAMES = 1024
 """In one exchange, so 8 KiB."""
 
@@ -51,9 +54,14 @@ class SharedPrefixes:
         step = max(1, STEP_TOKENS // block_tokens)
         return [self._name(block) for block in islice(chain, step - 1, None, step)]
 
-    def match(self, engine: str, names: Sequence[bytes]) -> int:
-        """How many of the leading names others sent there of late."""
-        return self._heard.match(engine, names)
+    def match(self, engine: str, names: Sequence[bytes], *, tells: bool = False) -> int:
+        """How many of the leading names others sent there of late; where the engine itself tells
+        what it has, only where that was so lately that it may not have computed all of them yet.
+        """
+        matched = self._heard.match(engine, names)
+        if tells and matched and self._heard.age_s(engine, names[matched - 1]) > BURST_S:
+            return 0
+        return matched
 
     def tokens(self, block_tokens: int, matched: int) -> int:
         """So many names stand for so many tokens."""

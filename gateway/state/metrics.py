@@ -47,7 +47,7 @@ class StateMetrics(Collector):
         self._prefix_names = Counter(
             "prfaas_gateway_state_prefix_names",
             "Prefixes of prompts (one for 256 tokens) that this gateway `told` the others it sent "
-            "to engines without cache events, or `heard` from them.",
+            "to engines, or `heard` from them.",
             ("direction",),
             registry=registry,
         )

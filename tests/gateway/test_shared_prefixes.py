@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.shared_prefixes import BATCH_NAMES, MAX_PENDING, STEP_TOKENS, SharedPrefixes
+from gateway.shared_prefixes import BATCH_NAMES, BURST_S, MAX_PENDING, STEP_TOKENS, SharedPrefixes
 from gateway.text_blocks import SharedHasher, TextBlocks
 from prfaas.cluster_state import PREFIX_NAME_BYTES, PREFIX_TTL_S, HeardPrefixes, PrefixDelta
 from prfaas.hashing import block_chain, cache_salt
@@ -52,6 +52,22 @@ def test_what_one_sent_is_expected_by_the_other(two: tuple[SharedPrefixes, ...])
     longer = named(other, tokens=PROMPT[: BLOCK * 20] + [7] * BLOCK * 20)
     assert other.tokens(BLOCK, other.match("d-0", longer)) == BLOCK * 20
     assert one.match("d-0", names) == 0, "its own it knows better"
+
+
+def test_of_an_engine_that_tells_what_it_has_only_the_latest_is_believed(
+    two: tuple[SharedPrefixes, ...], clock: ManualClock
+) -> None:
+    one, other = two
+    old, new = one.names(256, range(4)), one.names(256, range(8))
+    one.sent("d-0", old)
+    carry(one, other)
+    assert other.match("d-0", new, tells=True) == 4
+    clock.advance(BURST_S + 1)
+    assert other.match("d-0", new, tells=True) == 0, "it says itself by now whether it has it"
+    assert other.match("d-0", new) == 4
+    one.sent("d-0", new)
+    carry(one, other)
+    assert other.match("d-0", new, tells=True) == 8, "of which the first ones are old"
 
 
 @pytest.mark.parametrize("block_tokens", [16, 256, 1024])
