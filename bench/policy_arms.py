@@ -17,14 +17,14 @@ from bench.policy_cases import Site
 from policies.parameters import SPANS, parameters_of
 from policies.registry import make_policy
 from policies.scenario import Objectives
-from policies.simulator.capacity import Slowdown, capacity
+from policies.simulator.capacity import capacity
 from policies.simulator.result import Summary
 from policies.simulator.run import simulate
 from policies.study import Part, Problem, StudySpec, open_study, run_trials
 from prfaas.errors import ConfigError
 from prfaas.settings import PolicySettings
 
-SLOWDOWN = Slowdown(8.0, 16.0)
+SLOWDOWN = Objectives(slowdown_p90=8.0, slowdown_p99=16.0)
 LOADS = (0.80, 0.95)
 TRAINING = 600
 """Requests that tune; more trials are worth more than more requests."""
@@ -149,9 +149,8 @@ class Measured:
                     site.profiles,
                     lambda rate: site.testing(seed, rate),
                     lambda: make_policy(settings),
-                    Objectives() if slowdown else scenario.objectives,
+                    SLOWDOWN if slowdown else scenario.objectives,
                     start_rate_per_s=near_rate,
-                    slowdown=SLOWDOWN if slowdown else None,
                     warm_up_s=WARM_UP_SHARE * site.requests / near_rate,
                     growth=NEAR,
                 )

@@ -36,6 +36,10 @@ class Front:
     spec: StudySpec
     trials: int
     points: Sequence[Point]
+    others: Sequence[tuple[float, float]] = ()
+    """Rate and cost of all other trials that hold the objectives, on the part that trained."""
+    defaults: tuple[float, float] | None = None
+    """The same of the policy's defaults on the scenario's site; None: they do not hold them."""
 
 
 def front_of(problem: Problem, study: Study) -> Front:
@@ -56,7 +60,15 @@ def front_of(problem: Problem, study: Study) -> Front:
             "`prfaas plan` names the stage that binds"
         )
     points = sorted(found.values(), key=lambda point: point.rate_per_s)
-    return Front(problem.spec, done, points)
+    held = {
+        trial.number: (-trial.values[0], trial.values[1])
+        for trial in study.get_trials(deepcopy=False)
+        if trial.values is not None and trial.values[0] < LOST
+    }
+    best = {(point.rate_per_s, point.cost) for point in points}
+    others = sorted(set(held.values()) - best)
+    enqueued = "fixed_params" in study.get_trials(deepcopy=False)[0].system_attrs
+    return Front(problem.spec, done, points, others, held.get(0) if enqueued else None)
 
 
 def as_data(front: Front) -> dict[str, Any]:

@@ -56,6 +56,8 @@ class PlanReport:
     answers: tuple[Answer, ...]
     advice: Advice | None
     """On the peer's instances at a given rate; None: none was given."""
+    slowdown_left_out: bool = False
+    """There are objectives on slowdown, which only the simulator knows."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain data; stages and shares are strings."""
@@ -115,6 +117,7 @@ def make_report(
         costs,
         tuple(found),
         advice,
+        scenario.objectives.on_slowdown,
     )
 
 
@@ -125,7 +128,9 @@ def to_text(report: PlanReport) -> str:
     if report.plan is None:
         lines += ["with queues", f"  {report.infeasible}", ""]
     else:
-        lines += ["with queues, the highest rate that holds the objectives"]
+        simulated = ", those on slowdown aside, which are only simulated"
+        aside = simulated if report.slowdown_left_out else ""
+        lines += [f"with queues, the highest rate that holds the objectives{aside}"]
         lines += [*_plan_lines(report.plan), ""]
     if report.alone is not None and report.plan is not None:
         rate = report.plan.load.rate

@@ -112,16 +112,44 @@ class Objectives(Part):
 
     ttft_p90_s: float | None = Field(None, gt=0, description="TTFT of nine in ten.")
     ttft_p99_s: float | None = Field(None, gt=0, description="TTFT of 99 in a hundred.")
-    itl_s: float | None = Field(None, gt=0, description="Time between two tokens of an answer.")
+    itl_s: float | None = Field(
+        None,
+        gt=0,
+        description="Time between two tokens of an answer: planned, of any step; simulated, in the "
+        "mean of an answer, of nine in ten.",
+    )
+    slowdown_p90: float | None = Field(
+        None,
+        ge=1,
+        description="TTFT over that of the same request alone on the fastest site, of nine in ten; "
+        "simulated, not planned.",
+    )
+    slowdown_p99: float | None = Field(
+        None, ge=1, description="The same of 99 in a hundred; simulated, not planned."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        p90, p99 = self.ttft_p90_s, self.ttft_p99_s
-        if p90 is not None and p99 is not None and p99 < p90:
-            raise ValueError(
-                f"contradicts itself: P99 of TTFT ({p99:g} s) cannot be below P90 ({p90:g} s)"
-            )
+        for what, unit, p90, p99 in (
+            ("TTFT", " s", self.ttft_p90_s, self.ttft_p99_s),
+            ("slowdown", "", self.slowdown_p90, self.slowdown_p99),
+        ):
+            if p90 is not None and p99 is not None and p99 < p90:
+                raise ValueError(
+                    f"contradicts itself: P99 of {what} ({p99:g}{unit}) cannot be below P90 "
+                    f"({p90:g}{unit})"
+                )
         return self
+
+    @property
+    def on_slowdown(self) -> bool:
+        """Whether one of them is."""
+        return self.slowdown_p90 is not None or self.slowdown_p99 is not None
+
+    @property
+    def bound_rates(self) -> bool:
+        """Whether no rate is so high that it would still hold them."""
+        return bool(self.ttft) or self.on_slowdown
 
     @property
     def ttft(self) -> tuple[tuple[float, float], ...]:

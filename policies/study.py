@@ -18,6 +18,7 @@ from policies.parameters import SPANS
 from policies.registry import make_policy
 from policies.scenario import Profiles, QueueOrder, Scenario, load_scenario
 from policies.simulator.capacity import capacity
+from policies.simulator.objectives import failing
 from policies.simulator.result import Summary
 from policies.simulator.run import simulate
 from policies.site_shape import AS_IT_IS, PEER, PREFILL, Shape, spans, usual
@@ -157,10 +158,10 @@ class Problem:
 
     def _require_sense(self) -> None:
         goal, objectives = self.spec.goal, self.scenario.objectives
-        if goal in ("rate", "pareto") and not objectives.ttft:
+        if goal in ("rate", "pareto") and not objectives.bound_rates:
             raise ConfigError(
-                f"goal `{goal}` contradicts a scenario without objectives on TTFT: any rate holds; "
-                "set objectives.ttft_p90_s or ttft_p99_s"
+                f"goal `{goal}` contradicts a scenario without objectives on TTFT or slowdown: any "
+                "rate holds; set objectives.ttft_p90_s, ttft_p99_s, slowdown_p90 or slowdown_p99"
             )
         if goal in ("cost", "pareto") and self.scenario.prices is None:
             raise ConfigError(
@@ -450,8 +451,7 @@ def _try(problem: Problem, trial: Trial) -> float | tuple[float, float]:
 
 def _excess(scenario: Scenario, summary: Summary) -> float:
     """Added to a mean that is bought by breaking objectives."""
-    reached = {0.90: summary.ttft_p90_s, 0.99: summary.ttft_p99_s}
-    over = sum(max(0.0, reached[share] / s - 1) for share, s in scenario.objectives.ttft)
+    over = sum(missed.excess for missed in failing(summary, scenario.objectives))
     return LOST * (1 + over) if over else 0.0
 
 

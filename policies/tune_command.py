@@ -98,10 +98,10 @@ def run_tune(options: TuneOptions, as_json: bool, say: Callable[[str], None] = _
 def _front(options: TuneOptions, as_json: bool, reporter: Reporter) -> str:
     from policies import front
 
-    if options.write is not None or options.report is not None:
+    if options.write is not None:
         raise ConfigError(
-            "--write and --report take one best, and a Pareto front has several: "
-            "tune with --goal rate or cost for them"
+            "--write takes one best, and a Pareto front has several: "
+            "tune with --goal rate or cost for it"
         )
     found = front.front_of(
         *search(
@@ -113,6 +113,10 @@ def _front(options: TuneOptions, as_json: bool, reporter: Reporter) -> str:
             told=reporter.tell,
         )
     )
+    if options.report is not None:
+        from policies.report import write_front
+
+        write_front(found, options.report)
     return json.dumps(front.as_data(found), indent=2) + "\n" if as_json else front.to_text(found)
 
 

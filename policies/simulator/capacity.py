@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from policies.scenario import Objectives, Profiles, Scenario
+from policies.simulator.objectives import failing
 from policies.simulator.result import Summary
 from policies.simulator.run import simulate
 from policies.workload.request import Request
@@ -18,30 +19,12 @@ Workload = Callable[[float], Iterable[Request]]
 
 
 @dataclass(frozen=True, slots=True)
-class Slowdown:
-    """Objectives on TTFT over that of the same request alone on the fastest site."""
-
-    p90: float
-    p99: float
-
-
-@dataclass(frozen=True, slots=True)
 class SimulatedCapacity:
     """A rate that holds, what it is like, and the next rate tried, which does not."""
 
     rate_per_s: float
     summary: Summary
     failing_rate_per_s: float
-
-
-def holds(summary: Summary, objectives: Objectives, slowdown: Slowdown | None = None) -> bool:
-    """Whether a run met every objective on TTFT, and on slowdown where there is one."""
-    reached = {0.90: summary.ttft_p90_s, 0.99: summary.ttft_p99_s}
-    if any(reached[share] > seconds for share, seconds in objectives.ttft):
-        return False
-    if slowdown is None:
-        return True
-    return summary.slowdown_p90 <= slowdown.p90 and summary.slowdown_p99 <= slowdown.p99
 
 
 def capacity(
@@ -53,7 +36,6 @@ def capacity(
     *,
     start_rate_per_s: float,
     precision: float = 0.02,
-    slowdown: Slowdown | None = None,
     warm_up_s: float = 0.0,
     growth: float = 2.0,
 ) -> SimulatedCapacity:
@@ -71,23 +53,23 @@ def capacity(
 
     low, best = 0.0, None
     high, step = start_rate_per_s, growth
-    while holds(summary := tried(high), objectives, slowdown):
+    while not failing(summary := tried(high), objectives):
         low, best, high, step = high, summary, high * step, min(step * step, 2.0)
+    missing = failing(summary, objectives)
     while best is None:
         if high < start_rate_per_s / 1000:
-            raise ConfigError(
-                f"infeasible: at {high:.3g} requests/s TTFT is {summary.ttft_p90_s:.3g} s at P90 "
-                f"and {summary.ttft_p99_s:.3g} s at P99 still"
-            )
+            missed = ", ".join(f"{m.figure.name} {m.figure.told(m.reached)}" for m in missing)
+            raise ConfigError(f"infeasible: at {high:.3g} requests/s still {missed}")
         summary = tried(high / step)
-        if holds(summary, objectives, slowdown):
+        missing = failing(summary, objectives)
+        if not missing:
             low, best = high / step, summary
         else:
             high, step = high / step, min(step * step, 2.0)
     while high - low > precision * low:
         middle = (low + high) / 2
         summary = tried(middle)
-        if holds(summary, objectives, slowdown):
+        if not failing(summary, objectives):
             low, best = middle, summary
         else:
             high = middle

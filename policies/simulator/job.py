@@ -19,6 +19,7 @@ class Job:
         "decode_wait_s",
         "done_at",
         "fallback",
+        "finished_at",
         "first_token_at",
         "flow",
         "kept", "key",
@@ -79,3 +80,4 @@ class Job:
         self.prefill_s = 0.0
         self.decode_wait_s = 0.0
         self.first_token_at = float("nan")
+        self.finished_at = float("nan")

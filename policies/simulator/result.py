@@ -34,6 +34,8 @@ class Row:
     fallback: str
     moves: int
     """From site to site, while it waited."""
+    itl_s: float
+    """Mean between two tokens of its answer; 0 where there was one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,9 @@ class Summary:
     """Prompt tokens that D had cached."""
     parts_s: Mapping[str, float]
     """Mean seconds of TTFT by part."""
+    itl_mean_s: float
+    itl_p90_s: float
+    """Of answers, each in its mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,7 @@ class Result:
         slowdown = ttft / np.array([self.fastest_s[i] for i in picked])
         uncached = np.array([row.uncached_tokens for row in rows])
         longest = np.argsort(uncached, kind="stable")[-max(1, len(rows) // 10) :]
+        itl = np.array([row.itl_s for row in rows if row.itl_s > 0] or [0.0])
         span = rows[-1].arrival_s - rows[0].arrival_s
         prompt = sum(row.prompt_tokens for row in rows)
         parts = ("queue_s", "prefill_s", "transfer_s", "decode_s")
@@ -112,6 +118,8 @@ class Result:
             utilisation=self.utilisation,
             egress_gb=self.egress_bytes / 1e9,
             hit_share=1 - float(uncached.sum()) / max(1, prompt),
+            itl_mean_s=float(itl.mean()),
+            itl_p90_s=float(np.quantile(itl, 0.9)),
             parts_s={name: float(np.mean([getattr(row, name) for row in rows])) for name in parts},
         )
 

@@ -212,7 +212,7 @@ class Simulation:
 
     def _finished(self, job: Job) -> None:
         self._finished_count += 1
-        self._done_at = self._loop.now
+        self._done_at = job.finished_at = self._loop.now
 
     # --- at a peer ------------------------------------------------------------------------------
 
@@ -386,7 +386,7 @@ class Simulation:
         )
 
     def _row(self, job: Job) -> Row:
-        request = job.request
+        request, answer = job.request, job.request.output_tokens
         ttft_s = job.first_token_at - request.arrival_s
         decode_s = job.first_token_at - (job.decode_at if job.decode_at == job.decode_at else 0.0)
         queue_s = job.queue_s
@@ -408,6 +408,7 @@ class Simulation:
             job.reason.value,
             job.fallback,
             job.moves,
+            (job.finished_at - job.first_token_at) / (answer - 1) if answer > 1 else 0.0,
         )
 
     def _fastest_s(self) -> list[float]:

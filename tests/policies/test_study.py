@@ -273,9 +273,10 @@ def test_the_command_writes_a_policy_file_and_a_page_that_stand_alone(tmp_path: 
     assert file.queue.name == data["queue_order"]
     assert make_policy(PolicySettings(file=policy)).name == "priced"
     html = page.read_text()
-    assert html.count("<svg") == 2
+    assert html.count("<svg") == 11
     assert not any(word in html for word in ("<script", "<link", "src=", "@import"))
     assert "always_local" in html
+    assert html.count("objective: 10 s") == html.count("objective: 20 s") == 1
 
 
 def test_the_command_that_searches_so_again_has_every_choice(tmp_path: Path) -> None:
@@ -345,11 +346,12 @@ def test_a_site_without_a_shape_to_search_says_so(tmp_path: Path, scenario: Any)
 
 
 def test_a_front_has_a_higher_rate_only_at_a_higher_cost(tmp_path: Path) -> None:
+    page = tmp_path / "front.html"
     changes = {"prices": PRICES, "workload": {"requests": 200, "arrivals": {"rate_per_s": 2.5}}}
     arguments = [
         "tune", scenario_file(tmp_path, **changes), "--policy", "length_threshold", "--goal",
         "pareto", "--shape", "--trials", "6", "--jobs", "1",
-        "--storage", str(tmp_path / "s.journal"),
+        "--storage", str(tmp_path / "s.journal"), "--report", str(page),
     ]  # fmt: skip
     done = CliRunner().invoke(cli, [*arguments, "--json"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
@@ -357,12 +359,19 @@ def test_a_front_has_a_higher_rate_only_at_a_higher_cost(tmp_path: Path) -> None
     assert data["trials"] == 6
     points = data["front"]
     assert points
+    html = page.read_text()
+    # Rate and cost, and both objectives
+    assert html.count("<svg") == 3
+    assert html.count("<tr>") == 1 + len(points)
+    assert not any(word in html for word in ("<script", "<link", "src=", "@import"))
     assert all(
         one["rate_per_s"] < other["rate_per_s"] and one["cost"] < other["cost"]
         for one, other in pairwise(points)
     )
     assert all(1 <= point["shape"]["prefill_instances"] < 8 for point in points)
     assert any(point["tested"] for point in points)
+    refused = CliRunner().invoke(cli, [*arguments, "--write", str(tmp_path / "policy.yaml")])
+    assert "a Pareto front has several" in str(refused.exception)
     shown = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert len(shown.stdout.splitlines()) == 2 + len(points)
     refused = CliRunner().invoke(cli, [*arguments, "--write", str(tmp_path / "p.yaml")])
