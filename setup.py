@@ -1,6 +1,7 @@
-"""The one part of the build that pyproject.toml cannot say: the codecs' C extension.
+"""The one part of the build that pyproject.toml cannot say: the C extensions.
 
-It is optional: without a compiler everything else works, and fewer codecs are offered.
+They are optional: without a compiler everything else works, fewer codecs are offered, and a token
+that is relayed costs more.
 """
 
 import sys
@@ -33,6 +34,13 @@ setup(
             extra_compile_args=FLAGS,
             py_limited_api=True,
             optional=True,
-        )
+        ),
+        Extension(
+            "gateway._events",
+            ["gateway/csrc/events.c"],
+            extra_compile_args=FLAGS,
+            py_limited_api=True,
+            optional=True,
+        ),
     ],
 )

@@ -12,6 +12,7 @@ from gateway.admission import FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.dispatch import Dispatcher
 from gateway.engines import Engine, Engines
+from gateway.events import Gaps, native
 from gateway.ids import Ids
 from gateway.job import Inbound, Job
 from gateway.late_binding import LateBinding, Moved
@@ -207,6 +208,7 @@ class Attempts:
                     stream_headers(record, content_type),
                     partial(self._saw_events, record),
                     record.completed,
+                    self._gaps(record),
                 )
             else:
                 answer = await relay_whole(response, self._limits)
@@ -287,6 +289,17 @@ class Attempts:
             self._dispatcher.prefill_over(record)
         else:
             self._metrics.itl.observe(record.target_name, gap_s, count)
+
+    def _gaps(self, record: RequestRecord) -> Gaps | None:
+        """For events past Python; None where they may not go there."""
+        if native is None or not self._settings.native_events:
+            return None
+
+        def note(gaps_s: list[float], now: float) -> None:
+            record.saw_gaps(gaps_s, now)
+            self._metrics.itl.observe_each(record.target_name, gaps_s)
+
+        return Gaps(self._now, lambda: record.last_event_at or 0.0, note)
 
 
 def answer_headers(record: RequestRecord) -> dict[str, str]:

@@ -25,6 +25,7 @@ from gateway.client_head import (
     may_become_head,
     request_id_of,
 )
+from gateway.events import Channel, Gaps, native
 from gateway.generation import Generation
 from gateway.ids import Ids
 from gateway.job import Inbound
@@ -139,6 +140,7 @@ class ClientConnection(asyncio.Protocol):
         self._task: asyncio.Task[None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._drained: asyncio.Future[None] | None = None
+        self._channel: Channel | None = None
         self._writing_paused = self._reading_paused = False
         self._held = b""
         self._head: ClientHead | None = None
@@ -172,6 +174,7 @@ class ClientConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._close_channel()
         self._front.gone(self)
         if self._task is not None:
             self._task.cancel()
@@ -182,6 +185,7 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._writing_paused = True
+        self._close_channel()
 
     def resume_writing(self) -> None:
         self._writing_paused = False
@@ -316,7 +320,7 @@ class ClientConnection(asyncio.Protocol):
             self._begin(data)
 
     def _release(self) -> None:
-        self._head = self._refusal = None
+        self._head = self._refusal = self._channel = None
         self._missing = 0
         self._visit.leave()
         self._visit = ANYBODY
@@ -390,8 +394,26 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             raise Cancelled("the client went away")
+        if self._channel is not None:  # whose events must not overtake these
+            self._front.outbox.flush()
         self._front.outbox.write(transport, data, 0)  # events seldom come with others
         return self._writing_paused
+
+    def channel(self, gaps: Gaps) -> Channel | None:
+        """A way past `write`, which ends when the client is slow or has gone."""
+        transport = self._transport
+        if native is None or transport is None or self._writing_paused:
+            return None
+        self._front.outbox.flush()
+        self._channel = native.Channel(
+            transport.write, transport.is_closing, gaps.now, gaps.note, gaps.last_at()
+        )
+        return self._channel
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.open = False
+            self._channel = None
 
     async def drain(self) -> None:
         """Wait for a slow client, as long as that is allowed; then it is cut. Raises Cancelled."""
@@ -444,6 +466,9 @@ class ClientStream:
 
     async def drain(self) -> None:
         await self._connection.drain()
+
+    def channel(self, gaps: Gaps) -> Channel | None:
+        return self._connection.channel(gaps)
 
     async def end(self, complete: bool) -> None:
         self._connection.write(self._head + b"0\r\n\r\n")

@@ -18,6 +18,7 @@ from gateway.answers import REQUEST_ID_HEADER, error_answer
 from gateway.client_head import PASSED_HEADERS, request_id_of
 from gateway.cluster_view import ClusterView, describe
 from gateway.engines import Engines
+from gateway.events import Channel, Gaps
 from gateway.generation import Generation
 from gateway.ids import Ids
 from gateway.job import Inbound
@@ -334,6 +335,9 @@ class _ResponseSink:
     def put(self, data: bytes) -> bool:
         self._late += data  # aiohttp writes in coroutines only
         return True
+
+    def channel(self, gaps: Gaps) -> Channel | None:
+        return None
 
     async def drain(self) -> None:
         data, self._late = self._late, b""

@@ -34,6 +34,16 @@ class Histogram(Collector):
         counts[bisect_left(self._bounds, value)] += count
         self._sums[of] += value * count
 
+    def observe_each(self, of: str, values: Sequence[float]) -> None:
+        """Several values, under the label's value `of`."""
+        counts = self._counts.get(of)
+        if counts is None:
+            counts = self._counts[of] = [0] * len(self._bounds)
+            self._sums[of] = 0.0
+        for value in values:
+            counts[bisect_left(self._bounds, value)] += 1
+        self._sums[of] += sum(values)
+
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=[self._label])
         for of, counts in self._counts.items():

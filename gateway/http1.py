@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar, overload
 
 import httptools
 
+from gateway.events import Chunks, native
 from prfaas.errors import InvalidRequest, ProtocolError
 
 T = TypeVar("T")
@@ -150,6 +151,7 @@ class ResponseParser:
         "_until_eof",
         "body",
         "body_bytes",
+        "chunks",
         "complete",
         "content_length",
         "excess",
@@ -176,9 +178,17 @@ class ResponseParser:
         self.body: list[bytes] = []
         self.body_bytes = 0
         """In `body`; the owner sets it back when it takes them."""
+        self.chunks: Chunks | None = None
+        """Of a chunked body: whether llhttp is where a chunk begins. While it is, whole chunks may
+        go past it."""
         self.complete = False
         self.excess = False
         """Something followed the answer that nobody asked for."""
+
+    @property
+    def chunked(self) -> bool:
+        """The body comes in chunks; False before the head is whole."""
+        return self.headers is not None and self.content_length is None and not self._until_eof
 
     @property
     def reusable(self) -> bool:
@@ -201,12 +211,13 @@ class ResponseParser:
         self._head_bytes = self._quiet_bytes = 0
         self._keep_alive = self._until_eof = self.heard = self.complete = False
         self.status = self.body_bytes = 0
-        self.headers = self.content_length = None
+        self.headers = self.content_length = self.chunks = None
 
     def feed(self, data: bytes) -> None:
         """Read a piece. Raises ProtocolError for what is no answer to this request."""
         known, whole = self._known, 0
         if known is not None and not self.heard and self._method != "HEAD":
+            # At an interim head, and where there is no head, what follows is no chunk.
             whole = data.find(b"\r\n\r\n") + 4
             head = known.get(data[:whole])
             if head is not None and len(data) == whole + head.content_length:
@@ -218,6 +229,8 @@ class ResponseParser:
             self.excess = self.excess or bool(data.strip(b"\r\n"))
             return
         pieces = len(self.body)
+        if self.chunks is not None:
+            self.chunks.seen(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as exc:
@@ -227,6 +240,9 @@ class ResponseParser:
             if not self.complete:
                 raise ProtocolError(f"not HTTP/1.1: {exc}") from exc
             self.excess = True
+        if whole and native is not None and self.chunked:
+            self.chunks = native.Chunks()
+            self.chunks.seen(data[whole:])
         if len(self.body) > pieces or self.complete:
             self._quiet_bytes = 0
             length = self.content_length

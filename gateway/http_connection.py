@@ -8,6 +8,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import cast
 
+from gateway.events import Channel, Chunks, Took
 from gateway.http1 import Headers, KnownHeads, ResponseParser
 from gateway.outbox import Outbox
 from prfaas.errors import ProtocolError
@@ -61,6 +62,7 @@ class Connection(asyncio.Protocol):
         self._spare: ResponseParser | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._taker: Taker | None = None
+        self._channel: Channel | None = None
         self._taker_error: Exception | None = None
         self._failure: Broken | None = None
         self._reading_paused = False
@@ -155,18 +157,19 @@ class Connection(asyncio.Protocol):
         self._waiter = self._loop.create_future()
         return self._waiter
 
-    async def follow(self, taker: Taker) -> None:
+    async def follow(self, taker: Taker, channel: Channel | None = None) -> None:
         """Let `taker` have what arrives as soon as it arrives, without a task in between, until it
-        wants no more, or the body has ended or broken, which `take` tells then.
+        wants no more, or the body has ended or broken, which `take` tells then. What `channel`
+        takes does not come to `taker`.
 
-        To be called when there is nothing to `take`. Raises what `taker` raises.
+        To be called when there is nothing to `take`. Raises what the two raise.
         """
         waiter = self.more()
-        self._taker = taker
+        self._taker, self._channel = taker, channel
         try:
             await waiter
         finally:
-            self._taker = None
+            self._taker = self._channel = None
             error, self._taker_error = self._taker_error, None
         if error is not None:
             raise error
@@ -232,18 +235,18 @@ class Connection(asyncio.Protocol):
             self.abort()  # nobody asked
             return
         before, self._moved_at = self._moved_at, self._loop.time()
+        if self._channel is not None and parser.chunks is not None:
+            took = self._past(self._channel, parser.chunks, data)
+            if took:
+                self._passed(took == Took.SLOW, before)
+                return
         try:
             parser.feed(data)
         except ProtocolError as exc:
             self._fail(exc.message)
             return
         if self._taker is not None:
-            if self._pass_on(self._taker, parser):
-                self._taker = None
-                self._wake()
-            elif self._moved_at - before < MERGE_S:
-                self._pause()
-                self._loop.call_later(MERGE_S, self._merged)
+            self._passed(self._pass_on(self._taker, parser), before)
             return
         if parser.body_bytes > HIGH_WATER_BYTES:
             self._pause()
@@ -289,6 +292,23 @@ class Connection(asyncio.Protocol):
             self._failure = Broken(text, phase, not parser.heard)
         self.abort()
         self._wake()
+
+    def _past(self, channel: Channel, chunks: Chunks, data: bytes) -> int:
+        """As `Channel.take`."""
+        try:
+            return channel.take(chunks, data, self._moved_at)
+        except Exception as exc:  # raised where it is waited for
+            self._taker_error = exc
+            return Took.SLOW
+
+    def _passed(self, over: bool, before: float) -> None:
+        """A piece went to whom follows; `before`: when the one before it came."""
+        if over:
+            self._taker = self._channel = None
+            self._wake()
+        elif self._moved_at - before < MERGE_S:
+            self._pause()
+            self._loop.call_later(MERGE_S, self._merged)
 
     def _pass_on(self, taker: Taker, parser: ResponseParser) -> bool:
         """What has just come, to whom follows; True where the following is over."""

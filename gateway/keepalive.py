@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import cached_property
 
+from gateway.events import Channel, Gaps
 from gateway.relay import ClientSink, Relayed, WholeAnswer, write
 from prfaas.errors import Cancelled, PrfaasError
 
@@ -107,6 +108,7 @@ class KeepaliveSink:
         self._writing = self._ended = False
         self._late = b""
         self._comment: asyncio.Task[None] | None = None
+        self._channel: Channel | None = None
         keepalives.add(self)
 
     @property
@@ -130,7 +132,13 @@ class KeepaliveSink:
             self._writing = self._sink.put(data)
         return self._writing
 
+    def channel(self, gaps: Gaps) -> Channel | None:
+        self._channel = self._sink.channel(gaps) if self._comment is None else None
+        return self._channel
+
     async def drain(self) -> None:
+        self._writing = True
+        self._channel = None
         try:
             if self._late:
                 await self._begin()
@@ -167,11 +175,18 @@ class KeepaliveSink:
     def tick(self, now: float) -> float:
         """Speak if it is time; returns the seconds left until it may be."""
         interval_s = self._keepalives.interval_s
+        if self._channel is not None:
+            if not self._channel.open:  # the client is slow, and waited for next
+                return interval_s
+            self._said_at = max(self._said_at, self._channel.said_at)
         if self._ended or self._writing or not self._may_say():
             return interval_s
         left_s = interval_s - (now - self._said_at)
         if left_s > 0:
             return left_s
+        if self._channel is not None:  # what comes now goes after the comment
+            self._channel.open = False
+            self._channel = None
         self._comment = self._loop.create_task(self._say())
         return interval_s
 

@@ -158,6 +158,14 @@ class RequestRecord(msgspec.Struct):
             samples.extend([gap] * min(count, room))
         return gap
 
+    def saw_gaps(self, gaps_s: list[float], now: float) -> None:
+        """Count events after the first, with the gap before each; the last of them came at `now`,
+        in seconds.
+        """
+        self.events += len(gaps_s)
+        self.last_event_at = now
+        self.itl_s.extend(gaps_s[: MAX_ITL_SAMPLES - len(self.itl_s)])
+
 
 class RecordBook:
     """Keeps the latest requests, running ones among them; nothing to close.

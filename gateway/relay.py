@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from gateway.events import Channel, Gaps
 from gateway.sse import SseSplitter, data_payloads
 from gateway.upstream import UpstreamResponse
 from prfaas.errors import BY_KIND, Cancelled, EngineUnavailable, PrfaasError, openai_body
@@ -52,6 +53,12 @@ class ClientSink(Protocol):
 
     async def drain(self) -> None: ...
 
+    def channel(self, gaps: Gaps) -> Channel | None:
+        """A way past `put`, until that has returned True or been told the end; None where there is
+        none now.
+        """
+        ...
+
     async def end(self, complete: bool) -> None:
         """End the stream; an incomplete one also closes the connection."""
         ...
@@ -88,11 +95,13 @@ async def relay_stream(
     headers: Mapping[str, str],
     on_events: Callable[[int], None],
     on_done: Callable[[], None],
+    gaps: Gaps | None = None,
 ) -> WholeAnswer | Relayed:
     """Relay server-sent events; an error that comes first is answered as a whole with its status.
 
     `on_events(count)` is called for events as they arrive, first of all before the commit, and
-    `on_done()` when [DONE] has gone out: a client may leave then and miss nothing. Raises
+    `on_done()` when [DONE] has gone out: a client may leave then and miss nothing. With `gaps`
+    events may go past Python where the client has a way for that, and are told there. Raises
     EngineUnavailable for a failure before the commit.
     """
     splitter = SseSplitter(limits.max_event_bytes)
@@ -107,11 +116,14 @@ async def relay_stream(
         on_done()
 
     slow = False  # the client, who has to be waited for
+    channel: Channel | None = None
 
     def pass_on(piece: bytes) -> bool:
         nonlocal slow
         seen = splitter.events
         whole = splitter.feed(piece)
+        if channel is not None:
+            channel.whole = splitter.between
         if not whole:
             return False
         if splitter.events > seen:
@@ -124,7 +136,17 @@ async def relay_stream(
     try:
         while piece := await response.next_piece():
             if not pass_on(piece):
-                await response.follow(pass_on)
+                channel = sink.channel(gaps) if gaps is not None else None
+                if channel is None:
+                    await response.follow(pass_on)
+                else:
+                    channel.whole = splitter.between
+                    try:
+                        await response.follow(pass_on, channel)
+                    finally:
+                        slow = slow or not channel.open
+                        channel.close()
+                        channel = None
             if slow:
                 await sink.drain()
                 slow = False

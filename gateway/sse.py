@@ -30,6 +30,11 @@ class SseSplitter:
         self.failed = False
         """The engine itself sent an error event."""
 
+    @property
+    def between(self) -> bool:
+        """An event begins next, and neither the end nor an error has been seen."""
+        return not (self._partial or self.done or self.failed)
+
     def feed(self, data: bytes) -> bytes:
         """All events that are whole now. Raises ProtocolError for one over the limit."""
         if self._partial:

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Protocol
 
+from gateway.events import Channel
 from gateway.http1 import Headers, RequestLine
 from gateway.http_connection import Broken, Connection, Taker
 from gateway.http_pool import Address, Pool
@@ -40,11 +41,11 @@ class UpstreamResponse(Protocol):
         """
         ...
 
-    async def follow(self, taker: Taker) -> None:
+    async def follow(self, taker: Taker, channel: Channel | None = None) -> None:
         """`taker` gets each piece as soon as it arrives, until it returns True, raises, or the body
-        ends or breaks, which `next_piece` tells then.
+        ends or breaks, which `next_piece` tells then. What `channel` takes does not come to it.
 
-        Raises what `taker` raises.
+        Raises what the two raise.
         """
         ...
 
@@ -183,11 +184,11 @@ class _Exchange:
         except Broken as exc:
             raise self._translated(exc) from exc
 
-    async def follow(self, taker: Taker) -> None:
+    async def follow(self, taker: Taker, channel: Channel | None = None) -> None:
         connection = self._connection
         assert connection is not None
         if not connection.has_news:
-            await connection.follow(taker)
+            await connection.follow(taker, channel)
 
     async def read(self, limit_bytes: int) -> bytes:
         connection = self._connection

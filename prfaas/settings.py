@@ -281,6 +281,11 @@ class GatewaySettings(Section):
     short_body_bytes: int = Field(
         1024, ge=0, description="Bodies up to this size stay local without being tokenised."
     )
+    native_events: bool = Field(
+        True,
+        description="Relay the events of a stream in C where the gateway was built with a "
+        "compiler; false: in Python, byte for byte the same.",
+    )
     tokenize_check_every: int = Field(
         500,
         ge=0,
