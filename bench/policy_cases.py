@@ -144,13 +144,7 @@ def _scenario(case: Case, requests: int) -> tuple[Scenario, Profiles]:
 
 
 def _plan(site: Site) -> Plan:
-    """Of several peers the planner sees one, with the instances and links of all."""
     scenario = site.scenario
-    if len(scenario.peers) > 1:
-        peer, count = scenario.peers[0], len(scenario.peers)
-        link = peer.link.model_copy(update={"gbit_per_s": peer.link.gbit_per_s * count})
-        whole = peer.model_copy(update={"instances": peer.instances * count, "link": link})
-        scenario = scenario.model_copy(update={"peers": (whole,)})
     cache = CacheSpec.of(site.profiles.prefill.model, scenario.local.cache_tokens)
     mix = mix_of_requests(site.training(1.0), cache)
     return best_plan(Fleet.of(scenario, site.profiles), mix, scenario.objectives)

@@ -32,6 +32,9 @@ def run_plan(
         scenario = with_gbit(scenario, gbit_per_s)
     fleet = Fleet.of(scenario, profiles)
     mix, note = _mix(scenario, profiles, trace, trace_format)
+    if len(scenario.peers) > 1:
+        several = f"{len(scenario.peers)} peers are taken as one with all their instances and links"
+        note = "\n".join(filter(None, (several, note)))
     report = make_report(scenario, fleet, mix, at_rate=at_rate)
     if as_json:
         return json.dumps(report.to_json(), indent=2) + "\n", report.plan is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from policies.mix import RequestMix
-from policies.planner import Infeasible, best_plan
+from policies.planner import Infeasible, Plan, best_plan
 from policies.scenario import Objectives
 from policies.throughput import Fleet
 from prfaas.errors import ConfigError
@@ -49,22 +49,30 @@ def advise(
         raise ConfigError("the scenario has no peer whose instances could change")
 
     @lru_cache
-    def holds(count: int) -> float:
+    def planned(count: int) -> Plan | Infeasible:
         changed = replace(fleet, remote_instances=count)
         if not count:
             changed = replace(changed, remote=None)
         try:
-            return best_plan(changed, mix, objectives, prefill_instances).load.rate
-        except Infeasible:
-            return 0.0
+            return best_plan(changed, mix, objectives, prefill_instances)
+        except Infeasible as error:
+            return error
+
+    def holds(count: int) -> float:
+        found = planned(count)
+        return found.load.rate if isinstance(found, Plan) else 0.0
 
     running, held = fleet.remote_instances, holds(fleet.remote_instances)
     if held < rate:
         more = _first(running, rate, holds)
         if more is None:
-            most = holds(MOST)
-            why = f"no number of instances holds it, {most:.2f} is the most: another stage binds"
-            return Advice(rate, running, held, None, most, why)
+            most = planned(MOST)
+            if isinstance(most, Infeasible):
+                why = f"no number of instances holds any rate: {most.stage.value} binds"
+                return Advice(rate, running, held, None, 0.0, why)
+            why = f"no number of instances holds it, {most.load.rate:.2f} is the most: "
+            why += f"{most.binds.value} binds"
+            return Advice(rate, running, held, None, most.load.rate, why)
         why = f"those that run hold {held:.2f}"
         return Advice(rate, running, held, more, holds(more), why)
     wanted = running

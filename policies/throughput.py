@@ -39,27 +39,36 @@ class Fleet:
 
     @classmethod
     def of(cls, scenario: Scenario, profiles: Profiles) -> Fleet:
-        """The fleet of a scenario. Raises ConfigError for what the equations do not describe."""
-        if len(scenario.peers) > 1:
-            raise ConfigError("the planner's equations hold for one peer; simulate several")
-        if scenario.local.colocated:
+        """The fleet of a scenario. Several peers of one kind are taken as one that has all their
+        instances and links, as far away as the farthest.
+
+        Raises ConfigError for what the equations do not describe.
+        """
+        peers, local = scenario.peers, scenario.local
+        if local.colocated:
             raise ConfigError(
                 "the planner's equations hold for separate prefill and decode nodes; "
                 "simulate colocated ones"
             )
-        local, instances = profiles.prefill, scenario.local.instances
-        if not scenario.peers:
-            return cls(local, profiles.decode, instances)
-        peer = scenario.peers[0]
-        remote = profiles.peers[peer.name]
+        if not peers:
+            return cls(profiles.prefill, profiles.decode, local.instances)
+        remote = profiles.peers[peers[0].name]
+        for peer in peers[1:]:
+            other = profiles.peers[peer.name]
+            if other != remote:
+                raise ConfigError(
+                    f"the planner's equations hold for peers of one kind, and {peers[0].name} "
+                    f"({remote.name}) and {peer.name} ({other.name}) differ; simulate them, with "
+                    "a number of D's nodes that prefill (--prefill-nodes, local.prefill_instances)"
+                )
         return cls(
-            local,
+            profiles.prefill,
             profiles.decode,
-            instances,
+            local.instances,
             remote,
-            peer.instances,
-            peer.link.bytes_per_s,
-            peer.link.rtt_ms / 1e3,
+            sum(peer.instances for peer in peers),
+            sum(peer.link.bytes_per_s for peer in peers),
+            max(peer.link.rtt_ms for peer in peers) / 1e3,
             remote.wire_ratio(scenario.quality),
         )
 
@@ -112,7 +121,10 @@ def best_capacity(
             if best is None or capacity.rate > best.rate:
                 best = capacity
     if best is None or best.rate <= 0:
-        raise ConfigError("infeasible: no split of the nodes serves this workload")
+        raise ConfigError(
+            f"infeasible: no split of D's nodes (local.instances: {fleet.local_instances}) leaves "
+            "one to prefill and one to decode"
+        )
     return best
 
 

@@ -309,6 +309,8 @@ def load_profile(path: Path) -> Profile:
 
 
 def _said(model: type[BaseModel], error: Any) -> str:
+    if error["type"] in ("model_type", "dict_type", "mapping_type"):
+        return "is not a mapping of keys"
     if error["type"] != "extra_forbidden":
         return str(error["msg"]).removeprefix("Value error, ")
     at: Any = model

@@ -39,7 +39,7 @@ class PrefillPool:
         if instances < 1:
             raise ConfigError(
                 "no node prefills at D, which prompts that stay or fall back wait for: at least "
-                "one of local.instances must (prefill_instances)"
+                "one of local.instances must (prefill_instances), or all do both (colocated)"
             )
         self._loop = loop
         self._seconds = profile.prefill_s

@@ -125,6 +125,8 @@ def test_what_is_wrong_is_said(words: tuple[str, ...], message: str) -> None:
         ({"local": {**SMALL["local"], "cache": 5}}, "local.cache: the unit is missing; did you"),
         ({"objectives": {"ttft_p90_s": 2.0, "ttft_p99_s": 1.0}}, "contradicts itself"),
         ({"speed": 1}, "speed: unknown key"),
+        ({"local": 5}, "local: is not a mapping of keys"),
+        ({"local": {**SMALL["local"], "instances": 1}, "peers": []}, "(local.instances: 1) leaves"),
         ({"workload": {"kind": "sesions"}}, "workload.kind: Input should be 'lengths'"),
         ({"peers": SMALL["peers"] * 2}, "names must differ"),
         ({"local": {**SMALL["local"], "prefill_instances": 4}}, "no instance is left to decode"),
@@ -142,6 +144,28 @@ def test_a_scenario_that_is_wrong_is_an_error_that_names_the_key(
     done = run("plan", str(path))
     assert isinstance(done.exception, ConfigError), done.output
     assert message in done.exception.message
+
+
+def peers(*profiles: str) -> list[dict[str, Any]]:
+    return [
+        {"name": f"p{n}", "profile": name, "instances": 1, "link": {"gbit_per_s": 50.0}}
+        for n, name in enumerate(profiles)
+    ]
+
+
+def test_peers_of_one_kind_are_planned_as_one(small: Path, tmp_path: Path) -> None:
+    one = json.loads(run("plan", str(small), "--json").stdout)
+    path = tmp_path / "two.yaml"
+    path.write_text(yaml.safe_dump({**SMALL, "peers": peers("paper-h200", "paper-h200")}))
+    assert json.loads(run("plan", str(path), "--json").stdout)["plan"] == one["plan"]
+    assert "2 peers are taken as one" in run("plan", str(path)).stdout
+    done = run("simulate", str(path), "--policy", "paper")
+    assert "of 4 nodes prefill, as the planner has it" in done.output
+    path.write_text(yaml.safe_dump({**SMALL, "peers": peers("paper-h200", "paper-h20")}))
+    done = run("simulate", str(path), "--policy", "paper")
+    assert isinstance(done.exception, ConfigError), done.output
+    assert "p0 (paper-h200) and p1 (paper-h20) differ" in done.exception.message
+    assert "--prefill-nodes" in done.exception.message
 
 
 def test_simulate_needs_a_node_that_prefills_at_d(tmp_path: Path) -> None:

@@ -75,8 +75,16 @@ def test_a_rate_that_no_number_holds_says_what_the_most_is(fleet: Fleet, mix: Re
     assert 0 < advice.held_then < 1000
     assert to_lines(advice) == [
         f"at 1000.00 requests/s: no number of instances holds it, {advice.held_then:.2f} is the "
-        "most: another stage binds"
+        "most: local_prefill binds"
     ]
+
+
+def test_objectives_that_no_number_meets_are_said_with_the_stage(
+    fleet: Fleet, mix: RequestMix
+) -> None:
+    advice = advise(fleet, mix, Objectives(ttft_p90_s=0.5), 1.0)
+    assert (advice.wanted, advice.held, advice.held_then) == (None, 0.0, 0.0)
+    assert advice.why == "no number of instances holds any rate: remote_prefill binds"
 
 
 def test_the_lines_say_what_to_do_and_why(fleet: Fleet, mix: RequestMix) -> None:
