@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain as joined
 
 import msgspec
 
@@ -22,8 +21,15 @@ TAIL_CHARS = (512, 128, 32)
 SIZES = (PIECE_CHARS, *TAIL_CHARS)
 MAX_PIECES = 4096
 """Of all texts; with hashes for MAX_SALTS one of English text takes 19 KB, so 77 MB in all."""
+WHOLE_EVERY = 16
+"""Pieces; so a long chain is put together from few parts."""
 MAX_SALTS = 4
 """Hashes that are kept of a piece, by block size and salt."""
+
+
+_Chain = tuple[list[BlockHash], BlockHash, bytes, list[BlockHash]]
+"""Hashes of the blocks that end in a piece, the last of them, ids of the block begun, and of every
+so many pieces the hashes of all blocks until then."""
 
 
 class _Piece:
@@ -49,8 +55,7 @@ class _Piece:
         self.before: _Piece | None = None
         self.next: list[_Piece | None] = [None] * len(SIZES)
         """What last followed, of each size: most texts are the next turn of a known one."""
-        self.chains: dict[tuple[int, str], tuple[list[BlockHash], BlockHash, bytes]] = {}
-        """Hashes of the blocks that end in it, the last of them, and ids of the block begun."""
+        self.chains: dict[tuple[int, str], _Chain] = {}
 
 
 class Walk(msgspec.Struct):
@@ -170,16 +175,20 @@ def _cut(text: str, at: int, size: int) -> tuple[list[_Piece], int]:
 
 def _chain(pieces: Sequence[_Piece], end: bytes, size: int, salt: str) -> list[BlockHash]:
     key = (size, salt)
-    parts: list[list[BlockHash]] = []
-    parent, left = root_hash(salt), b""
-    for piece in pieces:
+    at = len(pieces) // WHOLE_EVERY * WHOLE_EVERY
+    known = pieces[at - 1].chains.get(key) if at else None
+    if known is None:
+        at, known = 0, ([], root_hash(salt), b"", [])
+    _, parent, left, whole = known
+    chain = whole.copy()
+    for number, piece in enumerate(pieces[at:], at + 1):
         known = piece.chains.get(key)
         if known is None:
             hashes, left = chain_on(parent, left + piece.ids, size)
-            known = piece.chains[key] = (hashes, hashes[-1] if hashes else parent, left)
+            whole = [] if number % WHOLE_EVERY else chain + hashes
+            known = piece.chains[key] = (hashes, hashes[-1] if hashes else parent, left, whole)
             if len(piece.chains) > MAX_SALTS:  # another thread may do the same
                 piece.chains.pop(next(iter(piece.chains)), None)
-        parts.append(known[0])
-        _, parent, left = known
-    parts.append(chain_on(parent, left + end, size)[0])
-    return list(joined.from_iterable(parts))
+        hashes, parent, left, _ = known
+        chain += hashes
+    return chain + chain_on(parent, left + end, size)[0]

@@ -24,6 +24,9 @@ INLINE_BYTES = 4096
 REMEMBERED_BYTES = 1 << 20
 """Bodies up to this size are decoded, and their template applied, on the event loop."""
 
+_IDS = 1 << 32
+"""More ids than any tokenizer has."""
+
 Chains = Mapping[int, Sequence[BlockHash]]
 """Block hash chain of the prompt for each block size in use."""
 
@@ -232,9 +235,9 @@ def _has_other_parts(content: object) -> bool:
 
 
 def _token_array(prompt: list[Any]) -> list[int]:
-    for token in prompt:
-        if type(token) is not int or not 0 <= token < 1 << 32:
-            raise InvalidRequest(
-                f"prompt: a token array has ids of 0 or more, not {token!r}"[:200], param="prompt"
-            )
-    return prompt
+    if not prompt or (set(map(type, prompt)) == {int} and 0 <= min(prompt) <= max(prompt) < _IDS):
+        return prompt
+    wrong = next(token for token in prompt if type(token) is not int or not 0 <= token < _IDS)
+    raise InvalidRequest(
+        f"prompt: a token array has ids of 0 or more, not {wrong!r}"[:200], param="prompt"
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from prfaas.errors import ProtocolError
 from prfaas.hashing import HASH_BYTES, BlockHash
 from prfaas.rpc.convert import require_finite
@@ -159,6 +161,10 @@ def _outcome_to_pb(value: Outcome) -> pb.OutcomeEvent:
 
 
 def _outcome_from_pb(message: pb.OutcomeEvent) -> Outcome:
+    phases = dict(message.phases)
+    for seconds in phases.values():
+        if not math.isfinite(seconds):
+            raise ProtocolError(f"OutcomeEvent.phases is {seconds}")
     return Outcome(
         transfer_id=message.transfer_id,
         status=message.status,
@@ -172,7 +178,7 @@ def _outcome_from_pb(message: pb.OutcomeEvent) -> Outcome:
         raw_bytes=message.raw_bytes,
         wire_bytes=message.wire_bytes,
         hidden_wire_bytes=message.hidden_wire_bytes,
-        phases=dict(message.phases),
+        phases=phases,
         tried=tuple(message.tried),
         quality=message.quality,
         codecs=dict(message.codecs),
@@ -219,7 +225,8 @@ def watch_to_pb(value: WatchUpdate) -> pb.WatchEvent:
 
 
 def watch_from_pb(message: pb.WatchEvent) -> WatchUpdate:
-    require_finite(message)
+    for part in (*message.engines, *message.links):
+        require_finite(part)
     return WatchUpdate(
         seq=message.seq,
         full=message.full,

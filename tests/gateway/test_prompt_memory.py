@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.prompt_memory import MAX_SALTS, PIECE_CHARS, TAIL_CHARS, PromptMemory
+from gateway.prompt_memory import MAX_SALTS, PIECE_CHARS, TAIL_CHARS, WHOLE_EVERY, PromptMemory
 from prfaas.hashing import block_chain
 
 WORDS = ("word", "\n", "a", " ", "Été ", "end.", "\nLine", " 12", "\u4f60\u597d", "<tag>", "\t")
@@ -111,6 +111,16 @@ def test_nothing_that_is_forgotten_is_held_by_what_stood_before_it() -> None:
     assert len(kept) == len(memory) <= 8
     for piece in (*kept, memory._root):
         assert {each for each in piece.next if each is not None} <= kept
+
+
+def test_long_chains_are_put_together_from_what_was_known_of_them() -> None:
+    memory = PromptMemory()
+    text = story(5, 12_000)
+    for end in (len(text) // 3, len(text) // 2, len(text), len(text) - 5000, len(text)):
+        for size, salt in ((16, ""), (7, ""), (16, "salt")):
+            for _ in range(2):
+                assert prompt_of(memory, text[:end], size, salt) == whole(text[:end], size, salt)
+    assert len(memory.walk(text).pieces) > 2 * WHOLE_EVERY
 
 
 def test_two_at_once_learn_the_same() -> None:
