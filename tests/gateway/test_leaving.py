@@ -3,8 +3,11 @@
 import asyncio
 import contextlib
 import json
+import os
+import socket
 import threading
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,6 +21,7 @@ from prfaas.testing.gateway_setup import (
     until,
 )
 from prfaas.testing.scripted_engine import Script
+from prfaas.testing.tenant_files import TenantFixture
 
 
 @pytest.mark.parametrize(
@@ -146,3 +150,87 @@ async def test_a_slow_client_holds_up_only_itself_and_is_dropped(make_cluster: A
 
 
 # --- the rest ------------------------------------------------------------------------------------
+
+
+PHASES: dict[str, tuple[dict[str, Any], Script, bool]] = {
+    # settings, what the engine does, whether an answer that runs keeps all others waiting
+    "its body": ({}, Script(), False),
+    "its turn": ({"tenants": {"active_requests": 1}}, Script(first_delay_s=600), True),
+    "room": ({"limits": {"engine_active_requests": 1}}, Script(first_delay_s=600), True),
+    "its prefill": ({}, Script(first_delay_s=600), False),
+    "a first token behind comments": (
+        {"limits": {"sse_keepalive_s": 0.02}}, Script(first_delay_s=600), False,
+    ),
+    "its tokens": ({}, Script(texts=("a",) * 500, token_delay_s=0.02), False),
+}  # fmt: skip
+LEAVERS = int(os.environ.get("PRFAAS_LEAVERS", "40"))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+async def test_whoever_leaves_waiting_for_anything_leaves_nothing(
+    make_cluster: Any, tmp_path: Path, phase: str
+) -> None:
+    settings, script, one_holds_all = PHASES[phase]
+    tenants = TenantFixture(tmp_path / "tenants.yaml")
+    tenants.put("acme", concurrent_requests=LEAVERS + 1)
+    settings = {"tenants": {}, "limits": {}, **settings}
+    settings["tenants"] = {"file": tenants.path, **settings["tenants"]}
+    settings["limits"] = {
+        "engine_active_requests": 0,
+        "tenant_waiting": LEAVERS,
+        "gateway_waiting": LEAVERS,
+        **settings["limits"],
+    }
+    async with make_cluster(**settings) as cluster, contextlib.AsyncExitStack() as stack:
+        gateway = cluster.gateway
+        cluster.engine.script = script
+        body = json.dumps(completion(stream=True, max_tokens=500)).encode()
+        if phase == "its body":
+            body = body[:-1] + b" " * 10  # and the rest does not come
+        key = tenants.bearer("acme")["authorization"]
+        whole = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: {key}\r\n"
+            f"content-length: {len(body) + (phase == 'its body')}\r\n\r\n"
+        ).encode() + body
+
+        def ask() -> socket.socket:
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
+            sock.sendall(whole)
+            return sock
+
+        def held() -> tuple[object, ...]:
+            tenancy = gateway.tenancy
+            turns = gateway.engines.turns
+            return (
+                gateway.admission.in_flight,
+                tenancy.quotas.in_flight("acme"),
+                tenancy.queue.active,
+                tenancy.queue.waiting,
+                0 if turns is None else turns.waiting,
+                len(gateway.view.sent),
+                gateway.budget.granted_tokens,
+                gateway.front.open,
+                cluster.engine.active,
+            )
+
+        start = held()
+        assert start == (0,) * len(start)
+        first = [ask()] if one_holds_all else []
+        await until(lambda: cluster.engine.active == len(first), "the first at the engine")
+        before, tasks = held(), len(asyncio.all_tasks())
+        for _ in range(2):
+            leavers = [ask() for _ in range(LEAVERS)]
+            entered = len(first) + LEAVERS
+            await until(lambda n=entered: gateway.admission.in_flight == n, "all to be in", 60)
+            if not one_holds_all and phase != "its body":
+                await until(lambda: cluster.engine.active == LEAVERS, "all at the engine", 60)
+            for sock in leavers:
+                sock.close()
+            await until(lambda: held() == before, "all to be forgotten", 60)
+        await until(lambda: len(asyncio.all_tasks()) <= tasks, "their tasks to end", 60)
+        for sock in first:
+            sock.close()
+        await until(lambda: held() == start, "nothing to be held", 60)
+        cluster.engine.script = Script()
+        status, _, _ = await cluster.post(completion(), **tenants.bearer("acme"))
+        assert status == 200
