@@ -32,7 +32,7 @@ class Kind:
     p90: bool
     """Whether the issue asks for P90 too."""
     lengths: tuple[int, ...]
-    """Characters of prompts that calibrate."""
+    """Characters of prompts that calibrate: not whole chunks, or their base would not show."""
     least_tokens: int
     most_tokens: int
     """Of requests; what calibrates has more."""
@@ -53,7 +53,7 @@ def kinds() -> Iterator[Kind]:
         "paced",
         False,
         True,
-        (256, 1024, 2048, 4096),
+        (150, 700, 1900, 4096),
         128,
         4096,
         900,

@@ -114,7 +114,10 @@ def simulated_site(directory: Path, *, decode: int, prefill: int, remote: int) -
             for name, count, profile, mbit_s, rtt_ms in pools
             if count
         ],
-        "telemetry": {"interval_s": Limits().watch_interval_s},
+        "telemetry": {
+            "interval_s": Limits().watch_interval_s,
+            "settle_s": Limits().watch_interval_s,
+        },
         "workload": {
             "output_tokens": output_tokens(),
             "prompt": {

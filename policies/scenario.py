@@ -44,6 +44,9 @@ class Link(Part):
 
     gbit_per_s: float = Field(gt=0, description="What KV can get of it.")
     rtt_ms: float = Field(0.0, ge=0, description="Round trip.")
+    opening_ms: float = Field(
+        0.0, ge=0, description="What opening and handing over each transfer takes besides."
+    )
     cross_traffic_share: float = Field(
         0.0, ge=0, lt=1, description="Share of the rate that other traffic takes."
     )
@@ -177,6 +180,11 @@ class Telemetry(Part):
 
     interval_s: float = Field(0.5, ge=0, description="Between two reports; 0: always current.")
     delay_s: float = Field(0.0, ge=0, description="From an engine to the gateway.")
+    settle_s: float = Field(
+        0.0,
+        ge=0,
+        description="What was sent to D's queue counts besides until a report is so much younger.",
+    )
     max_age_s: float = Field(2.0, gt=0, description="Older counts as unknown.")
 
 

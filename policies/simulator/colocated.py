@@ -1,4 +1,4 @@
-"""Nodes of D that both prefill and decode: a decode step between any two chunks, as engines do."""
+"""Nodes of D that both prefill and decode, turn by turn as our engine does."""
 
 from __future__ import annotations
 
@@ -17,6 +17,12 @@ from prfaas.profile import Profile
 class ColocatedNode:
     """One engine: queue, batch and steps; nothing to close.
 
+    Its turns are those of `local_engine`: what has come is looked at when a turn begins, and then
+    there is at most one chunk of a prompt, and a decode step of the batch. KV that has arrived is
+    imported first of all, and the step that makes its first token does not wait for another's
+    chunk, though never in two turns running. KV is asked for in the same way as it comes: between
+    two turns.
+
     A prompt is begun when a place in the batch and KV room for it and its answer are free, and
     keeps them to its end. What arrives from elsewhere goes before prompts that have not begun.
     """
@@ -29,6 +35,7 @@ class ColocatedNode:
         kv_tokens: int | None,
         on_start: Callable[[Job], None],
         on_prefilled: Callable[[Job], None],
+        on_imported: Callable[[Job], None],
         on_first_token: Callable[[Job, float], None],
         on_finished: Callable[[Job], None],
     ) -> None:
@@ -39,6 +46,7 @@ class ColocatedNode:
         self._key = key
         self._kv_tokens = kv_tokens
         self._on_start, self._on_prefilled = on_start, on_prefilled
+        self._on_imported = on_imported
         self._on_first_token, self._on_finished = on_first_token, on_finished
         self._batch = Batch(profile)
         self._queue: list[tuple[float, int, Job]] = []
@@ -46,9 +54,16 @@ class ColocatedNode:
         self._begun = 0
         """Prompts that hold a place and are not in the batch yet."""
         self._arrived: deque[Job] = deque()
+        self._asking: deque[tuple[Job, Callable[[Job], None]]] = deque()
+        """Requests whose KV is to be asked for."""
+        self._fresh: list[Job] = []
+        """In the batch, without a first token."""
+        self.coming = 0
+        """Requests whose KV is on its way here."""
+        self._chunk_gave_way = False
         self._kv_used = 0
         self._busy = False
-        """A step is under way whose end is an event."""
+        """A turn is under way, or a step that ends one; its end is an event."""
         self._version = 0
         self.prefill_busy_s = 0.0
         self.watcher: Callable[[], None] | None = None
@@ -68,6 +83,11 @@ class ColocatedNode:
         """KV of a prompt came from elsewhere."""
         job.decode_at = self._loop.now
         self._arrived.append(job)
+        self._wake()
+
+    def ask(self, job: Job, asked: Callable[[Job], None]) -> None:
+        """A prompt whose KV is elsewhere: `asked` when the node has come to it."""
+        self._asking.append((job, asked))
         self._wake()
 
     def report(self) -> Load:
@@ -111,29 +131,48 @@ class ColocatedNode:
         return len(self._arrived)
 
     def _wake(self) -> None:
-        """Something is new: if nothing but decoding goes on, it is interrupted between steps."""
+        """Something is new: it is looked at when the step under way ends."""
         if self._busy:
             return
-        self._batch.advance(self._loop.now)
-        self._step()
+        now = self._loop.now
+        self._batch.advance(now)
+        left_s = self._batch.step_left_s() if len(self._batch) else 0.0
+        if left_s > 0:
+            self._busy = True
+            self._loop.at(now + left_s, self._between_steps)
+        else:
+            self._turn()
 
-    def _step(self) -> None:
-        """Begin what comes next, at a step's end."""
+    def _between_steps(self, _: None) -> None:
+        self._batch.reach_step(self._loop.now)
+        self._turn()
+
+    def _turn(self) -> None:
+        """A turn begins."""
         now = self._loop.now
         self._busy = False
         self._version += 1
         for ended in self._batch.pop_ended():
             self._release(ended)
             self._on_finished(ended)
-        self._join_arrived(now)
-        job = self._next_prompt(now)
-        if job is None:
+        while self._asking:
+            job, asked = self._asking.popleft()
+            asked(job)
+        self._join_arrived()
+        self._chunk_gave_way = not self._chunk_gave_way and bool(self._fresh)
+        job = None if self._chunk_gave_way else self._next_prompt(now)
+        if job is not None:
+            self._chunk(job)
+        elif self._fresh:
+            self._step()
+        else:
             if len(self._batch):
                 then = now + self._batch.next_end_s()
                 self._loop.at(then, self._decoded, self._version)
             if self.watcher is not None and self.free:
                 self.watcher()
-            return
+
+    def _chunk(self, job: Job) -> None:
         done = job.cached + job.computed
         grid = (done // self._chunk_tokens + 1) * self._chunk_tokens
         tokens = min(grid - done, job.uncached - job.computed)
@@ -141,7 +180,7 @@ class ColocatedNode:
         job.prefill_s += seconds
         self.prefill_busy_s += seconds
         self._busy = True
-        self._loop.at(now + seconds, self._chunk_done, (job, tokens))
+        self._loop.at(self._loop.now + seconds, self._chunk_done, (job, tokens))
 
     def _chunk_done(self, what: tuple[Job, int]) -> None:
         job, tokens = what
@@ -154,34 +193,44 @@ class ColocatedNode:
             self._begun -= 1
             self._on_prefilled(job)
             self._batch.add(job)
-            self._on_first_token(job, now + self._batch.step_s)
+            self._fresh.append(job)
         else:
             left_s = self._profile.prefill_s(job.uncached - job.computed, job.cached + job.computed)
             job.key = self._key(job, left_s)
             heapq.heappush(self._queue, (job.key, job.order, job))
-        self._join_arrived(now)
         if len(self._batch):
-            self._loop.at(now + self._batch.step_s, self._stepped)
-        else:
             self._step()
+        else:
+            self._turn()
+
+    def _step(self) -> None:
+        """One decode step of all that are in the batch."""
+        now = self._loop.now
+        self._batch.hold(now)
+        self._busy = True
+        then = now + self._batch.step_s
+        for job in self._fresh:
+            self._on_first_token(job, then)
+        self._fresh.clear()
+        self._loop.at(then, self._stepped)
 
     def _stepped(self, _: None) -> None:
         self._batch.one_step(self._loop.now)
-        self._step()
+        self._turn()
 
     def _decoded(self, version: int) -> None:
         if version != self._version or self._busy:
             return
         self._batch.reach_end(self._loop.now)
-        self._step()
+        self._turn()
 
-    def _join_arrived(self, now: float) -> None:
+    def _join_arrived(self) -> None:
         while self._arrived and self._has_room(self._arrived[0]):
             job = self._arrived.popleft()
             self._take(job)
-            job.decode_wait_s = now - job.decode_at
+            self._on_imported(job)
             self._batch.add(job)
-            self._on_first_token(job, now + self._batch.step_s)
+            self._fresh.append(job)
 
     def _next_prompt(self, now: float) -> Job | None:
         if not self._queue:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable
 
 from policies.simulator.events import EventLoop
 from policies.simulator.job import Job
 from prfaas.profile import Profile
+
+_SLIVER = 1e-6
+"""Of a step, which only rounding leaves."""
 
 
 class Batch:
@@ -60,6 +64,17 @@ class Batch:
         self.advance(now)
         if self._ends:
             self._tokens = max(self._tokens, self._ends[0][0])
+
+    def step_left_s(self) -> float:
+        """Seconds until the step under way ends. After `advance`, where steps begin and end with
+        whole tokens."""
+        made = self._tokens
+        return max(0.0, math.ceil(made - _SLIVER) - made) * self.step_s
+
+    def reach_step(self, now: float) -> None:
+        """Make tokens until now, which is when a step ends."""
+        self.advance(now)
+        self._tokens = float(round(self._tokens))
 
     def hold(self, now: float) -> None:
         """No tokens until now: the node did something else."""
@@ -159,7 +174,6 @@ class DecodeNodes:
             batch.add(job)
             self._kv_used[at] += need
             sizes[at] += 1
-            job.decode_wait_s = now - job.decode_at
             self._on_first_token(job, now + batch.step_s)
             self._schedule(at)
 

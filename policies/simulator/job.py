@@ -15,13 +15,14 @@ class Job:
     __slots__ = (
         "cached",
         "computed",
+        "copied_s",
         "decode_at",
-        "decode_wait_s",
         "done_at",
         "fallback",
         "finished_at",
         "first_token_at",
         "flow",
+        "instance",
         "kept", "key",
         "moves",
         "order",
@@ -58,6 +59,7 @@ class Job:
         self.moves = 0
         """From site to site, while it waited."""
         self.peer = ""
+        self.instance = ""
         self.uncached = 0
         """To prefill where it waits now; set again when its prefill starts."""
         self.cached = 0
@@ -78,6 +80,7 @@ class Job:
         self.decode_at = float("nan")
         self.queue_s = 0.0
         self.prefill_s = 0.0
-        self.decode_wait_s = 0.0
+        self.copied_s = 0.0
+        """Of its arrival at D, what copying it out of staging took."""
         self.first_token_at = float("nan")
         self.finished_at = float("nan")

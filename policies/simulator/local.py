@@ -16,6 +16,8 @@ from policies.simulator.pool import Load, PrefillPool
 from prfaas.errors import ConfigError
 from prfaas.profile import Profile
 
+Told = Callable[[Job], None]
+
 
 class Local(Protocol):
     """What the simulation asks of site D."""
@@ -28,6 +30,10 @@ class Local(Protocol):
 
     def put_arrived(self, job: Job) -> None:
         """A prompt whose KV has arrived, to decode."""
+        ...
+
+    def ask(self, job: Job, asked: Told) -> None:
+        """KV of a prompt is to be asked for elsewhere: `asked` as soon as D comes to that."""
         ...
 
     def report(self) -> Load: ...
@@ -63,9 +69,6 @@ class Local(Protocol):
         ...
 
 
-Told = Callable[[Job], None]
-
-
 def make_local(
     loop: EventLoop,
     site: LocalSite,
@@ -73,20 +76,39 @@ def make_local(
     order: QueueOrder,
     on_start: Told,
     on_prefilled: Told,
+    on_imported: Told,
     on_first_token: Callable[[Job, float], None],
     on_finished: Told,
 ) -> Local:
     """Site D as its scenario describes it. Raises ConfigError where the split is left open."""
     if site.colocated:
         return _Colocated(
-            loop, site, profiles, order, on_start, on_prefilled, on_first_token, on_finished
+            loop,
+            site,
+            profiles,
+            order,
+            on_start,
+            on_prefilled,
+            on_imported,
+            on_first_token,
+            on_finished,
         )
     if site.prefill_instances is None:
         raise ConfigError(
             "local.prefill_instances: say how many nodes prefill (`prfaas plan` finds the best), "
             "or set local.colocated"
         )
-    return _Split(loop, site, profiles, order, on_start, on_prefilled, on_first_token, on_finished)
+    return _Split(
+        loop,
+        site,
+        profiles,
+        order,
+        on_start,
+        on_prefilled,
+        on_imported,
+        on_first_token,
+        on_finished,
+    )
 
 
 class _Split:
@@ -100,13 +122,15 @@ class _Split:
         order: QueueOrder,
         on_start: Told,
         on_prefilled: Told,
+        on_imported: Told,
         on_first_token: Callable[[Job, float], None],
         on_finished: Told,
     ) -> None:
+        self._loop = loop
         self.profile = profiles.prefill
         self._prefilling = site.prefill_instances or 0
         self._decoding = site.instances - self._prefilling
-        self._on_prefilled = on_prefilled
+        self._on_prefilled, self._on_imported = on_prefilled, on_imported
         self._decode = DecodeNodes(
             loop, profiles.decode, self._decoding, site.kv_tokens, on_first_token, on_finished
         )
@@ -126,7 +150,12 @@ class _Split:
         self._pool.put(job)
 
     def put_arrived(self, job: Job) -> None:
+        job.decode_at = self._loop.now
+        self._on_imported(job)
         self._decode.put(job)
+
+    def ask(self, job: Job, asked: Told) -> None:
+        asked(job)
 
     def report(self) -> Load:
         tokens, waiting, _, _, _, free = self._pool.report()
@@ -169,6 +198,7 @@ class _Colocated:
         order: QueueOrder,
         on_start: Told,
         on_prefilled: Told,
+        on_imported: Told,
         on_first_token: Callable[[Job, float], None],
         on_finished: Told,
     ) -> None:
@@ -183,17 +213,25 @@ class _Colocated:
                 site.kv_tokens,
                 on_start,
                 on_prefilled,
+                on_imported,
                 on_first_token,
                 on_finished,
             )
             for _ in range(site.instances)
         ]
+        self._coming: dict[Job, ColocatedNode] = {}
+        """Where KV that is on its way is to arrive."""
 
     def put(self, job: Job) -> None:
-        self._emptiest().put(job)
+        self._node_of(job).put(job)
 
     def put_arrived(self, job: Job) -> None:
-        self._emptiest().put_arrived(job)
+        self._node_of(job).put_arrived(job)
+
+    def ask(self, job: Job, asked: Told) -> None:
+        node = self._coming[job] = self._node_of(job)
+        node.coming += 1
+        node.ask(job, asked)
 
     def report(self) -> Load:
         return (*self._emptiest().report()[:5], self.free())
@@ -226,6 +264,14 @@ class _Colocated:
         # A chunk at most for each node, which is little beside a queue.
         return 0.0
 
+    def _node_of(self, job: Job) -> ColocatedNode:
+        """Where it is expected, or else the emptiest."""
+        node = self._coming.pop(job, None)
+        if node is None:
+            return self._emptiest()
+        node.coming -= 1
+        return node
+
     def _emptiest(self) -> ColocatedNode:
         if len(self._nodes) == 1:
             return self._nodes[0]
@@ -234,4 +280,4 @@ class _Colocated:
 
 def _load(node: ColocatedNode) -> tuple[int, int]:
     tokens, _, running, *_ = node.report()
-    return tokens, running
+    return tokens, running + node.coming

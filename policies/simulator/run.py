@@ -62,6 +62,7 @@ class Simulation:
             scenario.queue_order,
             self._start_local,
             self._prefilled_local,
+            self._imported,
             self._first_token,
             self._finished,
         )
@@ -159,11 +160,10 @@ class Simulation:
             job.cached = max(0, min(matched, job.want - 1))
             job.uncached = max(1, job.want - job.cached)
             job.computed = 0
-            job.remote, job.peer = True, peer
+            job.remote, job.peer, job.instance = True, peer, instance
             job.sent_at = self._loop.now
-            self._view.sent_remote(peer, instance, job.uncached, job.wire_bytes)
-            half_s = site.spec.link.rtt_ms / 2e3
-            self._loop.at(self._loop.now + half_s, self._reach_peer, (job, instance))
+            self._view.sent_remote(job)
+            self._local.ask(job, self._ask_peer)
             return
         self._go_local(job, "peer_down")
 
@@ -174,7 +174,7 @@ class Simulation:
         matched = max(kept, job.want - job.uncached_d)
         job.cached, job.computed = matched, 0
         job.uncached = max(1, job.want - matched)
-        self._view.sent_local(job.uncached)
+        self._view.sent_local(job)
         self._local.put(job)
 
     # --- moving while it waits ------------------------------------------------------------------
@@ -216,13 +216,18 @@ class Simulation:
 
     # --- at a peer ------------------------------------------------------------------------------
 
-    def _reach_peer(self, what: tuple[Job, str]) -> None:
-        job, instance = what
+    def _ask_peer(self, job: Job) -> None:
+        link = self._peers[job.peer].spec.link
+        reached_at = self._loop.now + link.rtt_ms / 2e3 + link.opening_ms / 1e3
+        self._loop.at(reached_at, self._reach_peer, job)
+
+    def _reach_peer(self, job: Job) -> None:
+        self._view.reached(job)
         site = self._peers[job.peer]
         if not site.up:
             self._abandon(job, "peer_down", arrived=0.0)
             return
-        site.send(job, instance)
+        site.send(job, job.instance)
 
     def _sent(self, job: Job) -> None:
         """The last byte left the peer."""
@@ -231,11 +236,12 @@ class Simulation:
             place.forget(job)
         half_s = site.spec.link.rtt_ms / 2e3
         import_s = job.raw_bytes * self._import_s_per_byte
-        self._loop.at(self._loop.now + half_s + import_s, self._imported, (job, import_s))
+        job.copied_s = import_s
+        self._loop.at(self._loop.now + half_s + import_s, self._local.put_arrived, job)
 
-    def _imported(self, what: tuple[Job, float]) -> None:
-        job, import_s = what
-        now = self._loop.now
+    def _imported(self, job: Job) -> None:
+        """D has its KV, which arrived and was copied by `decode_at`."""
+        import_s = job.copied_s + (self._loop.now - job.decode_at)
         self._staging_free += job.raw_bytes
         self._cache.insert(job.request.blocks, job.request.prompt_tokens)
         self._state = self._policy.observe(
@@ -253,13 +259,12 @@ class Simulation:
                 phases={
                     "queue": job.queue_s,
                     "remote_compute": job.done_at - job.started_at,
-                    "transfer": now - import_s - job.started_at,
+                    "transfer": job.decode_at - job.copied_s - job.started_at,
                     "import": import_s,
-                    "total": now - job.sent_at,
+                    "total": self._loop.now - job.sent_at,
                 },
             ),
         )
-        self._local.put_arrived(job)
 
     def _abandon(self, job: Job, why: str, arrived: float) -> None:
         """A session ends early: on to the next place, or to D with the whole chunks that came."""

@@ -8,6 +8,7 @@ from collections import deque
 from policies.prefix_cache import PrefixCache
 from policies.scenario import Telemetry
 from policies.simulator.events import EventLoop
+from policies.simulator.job import Job
 from policies.simulator.local import Local
 from policies.simulator.peer import PeerSite
 from policies.simulator.pool import Load
@@ -28,25 +29,32 @@ FALLBACK_TOKENS = 1 << 40
 
 
 class _Sent:
-    """What was sent to a place since the report that the gateway has."""
+    """What was sent to a place and no report shows that the gateway has."""
 
-    __slots__ = ("entries", "requests", "tokens", "wire_bytes")
+    __slots__ = ("_entries", "_under_way", "requests", "tokens", "wire_bytes")
 
     def __init__(self) -> None:
-        self.entries: deque[tuple[float, int, float]] = deque()
+        self._under_way: dict[Job, tuple[int, float]] = {}
+        """Tokens and wire bytes of what has not reached the place."""
+        self._entries: deque[tuple[float, int, float]] = deque()
+        """When each of the others reached it, and those."""
         self.requests = 0
         self.tokens = 0
         self.wire_bytes = 0.0
 
-    def add(self, at_s: float, tokens: int, wire_bytes: float) -> None:
-        self.entries.append((at_s, tokens, wire_bytes))
+    def add(self, job: Job, tokens: int, wire_bytes: float) -> None:
+        self._under_way[job] = tokens, wire_bytes
         self.requests += 1
         self.tokens += tokens
         self.wire_bytes += wire_bytes
 
+    def reached(self, job: Job, at_s: float) -> None:
+        """Reports from then on show it."""
+        self._entries.append((at_s, *self._under_way.pop(job)))
+
     def settle(self, until_s: float) -> bool:
         """Forget what a report of that time shows; whether that changed anything."""
-        entries = self.entries
+        entries = self._entries
         changed = False
         while entries and entries[0][0] <= until_s:
             _, tokens, wire_bytes = entries.popleft()
@@ -54,7 +62,7 @@ class _Sent:
             self.tokens -= tokens
             self.wire_bytes -= wire_bytes
             changed = True
-        if not entries:
+        if not self.requests:
             self.wire_bytes = 0.0
         return changed
 
@@ -75,6 +83,7 @@ class View:
     ) -> None:
         self._loop = loop
         self._interval_s, self._delay_s = telemetry.interval_s, telemetry.delay_s
+        self._settle_s = telemetry.settle_s
         self._max_age_s = telemetry.max_age_s
         self._local, self._peers = local, peers
         self._places = [
@@ -101,16 +110,21 @@ class View:
         self._token_bytes = local.profile.model.token_bytes
         self._state_bytes = local.profile.model.state_bytes
 
-    def sent_local(self, tokens: int) -> None:
-        """The gateway sent a prompt to D's queue."""
-        self._sent_local.add(self._loop.now, tokens, 0.0)
+    def sent_local(self, job: Job) -> None:
+        """The gateway sent a prompt to D's queue, which it reaches at once."""
+        self._sent_local.add(job, job.uncached, 0.0)
+        self._sent_local.reached(job, self._loop.now)
         self._local_load = None
 
-    def sent_remote(self, peer: str, instance: str, tokens: int, wire_bytes: float) -> None:
+    def sent_remote(self, job: Job) -> None:
         """The gateway sent a prompt to a peer."""
-        self._sent[peer, instance].add(self._loop.now, tokens, wire_bytes)
-        self._loads.pop((peer, instance), None)
-        self._links.pop(peer, None)
+        self._sent[job.peer, job.instance].add(job, job.uncached, job.wire_bytes)
+        self._loads.pop((job.peer, job.instance), None)
+        self._links.pop(job.peer, None)
+
+    def reached(self, job: Job) -> None:
+        """It has come to the peer: what the peer reports from now on includes it."""
+        self._sent[job.peer, job.instance].reached(job, self._loop.now)
 
     def run_until(self, now: float) -> None:
         """Let the simulation come to `now`, with reports taken on the way."""
@@ -200,7 +214,7 @@ class View:
     def _show(self, report: Report, taken_at: float) -> None:
         """A report has come through; a peer that is not heard keeps what it had."""
         before = self._visible
-        if self._sent_local.settle(taken_at) or report[0] != before[0]:
+        if self._sent_local.settle(taken_at - self._settle_s) or report[0] != before[0]:
             self._local_load = None
         loads, links = list(before[1]), list(before[2])
         for index, site in enumerate(self._peers.values()):

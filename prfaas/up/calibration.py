@@ -18,7 +18,10 @@ from prfaas.errors import ConfigError, PrfaasError
 from prfaas.up.client import StreamedAnswer
 from prfaas.up.cluster import Gets, wait_record
 
-LENGTHS = (256, 1024, 4096, 16384)
+LENGTHS = (200, 1000, 3700, 16000)
+"""Not whole chunks: from those nobody could tell what is paid for each chunk from what is for each
+token.
+"""
 STEP_TOKENS = 24
 """Tokens of answers that time decode steps."""
 STEP_PROMPT = 64
@@ -27,6 +30,9 @@ _GOODPUT_RANGE = 8.0
 """Factor by which the meter may be wrong, up and down."""
 _BETTER = 0.99
 """An error that is not smaller than so is no better."""
+_REWEIGHTED = 50
+_EXACT = 1e-6
+"""Relative errors below are none."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _MOST_HEADS = 1024
 _MOST_DIM = 4096
@@ -210,18 +216,25 @@ def profiles(samples: Samples, max_batch: int, source: str) -> dict[str, dict[st
 
 
 def scenario(samples: Samples, name: str, interval_s: float) -> dict[str, Any]:
-    """The scenario of the fleet as data, with the files that `profiles` belong in."""
+    """The scenario of the fleet as data, with the files that `profiles` belong in. `interval_s`:
+    the longest time between two reports of load, of which the gateway believes one that is so much
+    younger than what it sent to D itself.
+    """
     peers = []
     for peer, carried in sorted(samples.carried.items()):
-        goodput, beyond_s = link(carried)
-        rtt_s = max(beyond_s, min(c.rtt_s for c in carried))
+        goodput, beyond_s = link(carried, samples.chunks[peer], _shape(samples)[0])
+        rtt_s = min(beyond_s, statistics.median(c.rtt_s for c in carried))
         peers.append(
             {
                 "name": peer,
                 "profile": f"{peer}.yaml",
                 "instances": samples.instances[peer],
                 "central_queue": False,
-                "link": {"gbit_per_s": 8e-9 * goodput, "rtt_ms": 1e3 * rtt_s},
+                "link": {
+                    "gbit_per_s": 8e-9 * goodput,
+                    "rtt_ms": 1e3 * rtt_s,
+                    "opening_ms": 1e3 * (beyond_s - rtt_s),
+                },
             }
         )
     return {
@@ -231,27 +244,33 @@ def scenario(samples: Samples, name: str, interval_s: float) -> dict[str, Any]:
             "prefill": "decode.yaml", "instances": samples.instances[""], "colocated": True,
         },
         "peers": peers,
-        "telemetry": {"interval_s": interval_s},
+        "telemetry": {"interval_s": interval_s, "settle_s": interval_s},
     }  # fmt: skip
 
 
-def link(carried: Sequence[Carried]) -> tuple[float, float]:
+def link(carried: Sequence[Carried], chunk_tokens: int, layers: int) -> tuple[float, float]:
     """Bytes a second that explain best how long KV took, and the seconds beyond them.
 
-    KV leaves while it is computed, so it takes the longer of the two. Where computing is always
-    that, nothing can be told of the link, and the gateway's meter is believed.
+    KV leaves while it is computed, but for the last layer of the last chunk, so it takes the longer
+    of the two. Where computing is always that, nothing can be told of the link, and the gateway's
+    meter is believed.
     """
     metered = statistics.median(c.goodput_bytes_per_s for c in carried)
+    # Of all that is sent, what leaves only when all is computed.
+    tails = [min(1.0, chunk_tokens / c.tokens) / layers * c.wire_bytes for c in carried]
 
     def tried(goodput: float) -> tuple[float, float]:
-        rest = [c.took_s - max(c.compute_s, c.wire_bytes / goodput) for c in carried]
-        beyond_s = statistics.median(rest)
+        rest = [
+            c.took_s - max(c.compute_s + tail / goodput, c.wire_bytes / goodput)
+            for c, tail in zip(carried, tails, strict=True)
+        ]
+        beyond_s = max(0.0, statistics.median(rest))
         error = sum(abs(r - beyond_s) / c.took_s for r, c in zip(rest, carried, strict=True))
         return error, beyond_s
 
     best = metered
     for goodput in np.geomspace(metered / _GOODPUT_RANGE, metered * _GOODPUT_RANGE, 401).tolist():
-        if tried(goodput)[0] < _BETTER * tried(best)[0]:
+        if tried(goodput)[0] < _BETTER * tried(best)[0] - _EXACT:
             best = goodput
     return best, tried(best)[1]
 
@@ -259,7 +278,8 @@ def link(carried: Sequence[Carried]) -> tuple[float, float]:
 def fitted(
     columns: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64], required: int
 ) -> tuple[float, ...]:
-    """Coefficients of the columns, none negative, with the least squared relative error.
+    """Coefficients of the columns, none negative, with the least sum of relative errors: one that
+    was measured while the machine did something else then weighs no more than one that was not.
 
     `required`: the column that must have a part in it. Raises ConfigError where it has none.
     """
@@ -270,16 +290,25 @@ def fitted(
     for size in range(count):
         for chosen in combinations(others, size):
             used = sorted((required, *chosen))
-            solved, *_ = np.linalg.lstsq(scaled[:, used], np.ones(len(seconds)), rcond=None)
+            solved = _least_sum(scaled[:, used])
             if (solved < 0).any() or not solved[used.index(required)] > 0:
                 continue
-            error = float(np.sum((scaled[:, used] @ solved - 1) ** 2))
-            if best is None or error < best[0] * (1 - 1e-9):
+            error = float(np.abs(scaled[:, used] @ solved - 1).sum())
+            if best is None or error < best[0] * (1 - 1e-6):
                 by_column = dict(zip(used, solved.tolist(), strict=True))
                 best = error, tuple(by_column.get(at, 0.0) for at in range(count))
     if best is None:
         raise ConfigError("times do not grow with what was asked: was the fleet idle?")
     return best[1]
+
+
+def _least_sum(scaled: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """What makes each row about 1, by squares in which large errors weigh less and less."""
+    weights = np.ones(len(scaled))
+    for _ in range(_REWEIGHTED):
+        solved, *_rest = np.linalg.lstsq(scaled * weights[:, None], weights, rcond=None)
+        weights = 1 / np.sqrt(np.maximum(np.abs(scaled @ solved - 1), _EXACT))
+    return np.asarray(solved)
 
 
 def _prefill(rows: Iterable[Prefilled], chunk: int) -> dict[str, float]:
@@ -290,15 +319,20 @@ def _prefill(rows: Iterable[Prefilled], chunk: int) -> dict[str, float]:
     return {"base_s": base_s, "token_s": token_s, "token_context_s": token_context_s}
 
 
-def _model(samples: Samples, longest: int) -> dict[str, Any]:
-    """KV of the size that was seen; how it is cut in layers and heads says nothing here."""
+def _shape(samples: Samples) -> tuple[int, int, int]:
+    """Layers, KV heads and values of a head that make KV of the size that was seen; how it is cut
+    in them says nothing here."""
     values = samples.token_bytes // 4
-    layers, heads, dim = next(
+    return next(
         (layers, heads, values // (layers * heads))
         for heads in range(1, _MOST_HEADS + 1)
         for layers in (32, 24, 16, 8, 4, 3, 2, 1)
         if values % (layers * heads) == 0 and values // (layers * heads) <= _MOST_DIM
     )
+
+
+def _model(samples: Samples, longest: int) -> dict[str, Any]:
+    layers, heads, dim = _shape(samples)
     carried = [c for rows in samples.carried.values() for c in rows]
     ratio = statistics.median(
         (c.raw_bytes - c.state_bytes) / max(1, c.wire_bytes - c.state_bytes) for c in carried

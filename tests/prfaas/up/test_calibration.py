@@ -128,14 +128,39 @@ async def test_the_curves_and_the_link_of_the_fleet_are_found(tmp_path: Path) ->
     assert found.prefill.model.token_bytes == TOKEN_BYTES
     assert found.prefill.wire_ratio("exact") == pytest.approx(RATIO, rel=1e-3)
     # What KV really took, whatever the gateway's meter says.
-    assert site.peers[0].link.bytes_per_s == pytest.approx(GOODPUT, rel=0.02)
-    assert site.peers[0].link.rtt_ms == pytest.approx(1e3 * BEYOND_S, rel=0.2)
-    assert site.telemetry.interval_s == 0.25
+    found_link = site.peers[0].link
+    assert found_link.bytes_per_s == pytest.approx(GOODPUT, rel=0.02)
+    # Policies are told the round trip; what a transfer takes beyond it they do not know.
+    assert found_link.rtt_ms == pytest.approx(1e3 * RTT_S)
+    assert found_link.opening_ms == pytest.approx(1e3 * (BEYOND_S - RTT_S), rel=0.3)
+    assert (site.telemetry.interval_s, site.telemetry.settle_s) == (0.25, 0.25)
 
 
 def test_of_a_link_that_is_never_waited_for_the_meter_is_believed() -> None:
     carried = [Carried(n, n, n, 1, 0, METERED, RTT_S, n / 1e3, n / 1e3 + 0.03) for n in (100, 900)]
-    assert link(carried) == (METERED, pytest.approx(0.03))
+    assert link(carried, CHUNK, 10**6) == (METERED, pytest.approx(0.03))
+
+
+def test_the_last_layer_of_a_chunk_leaves_when_it_is_computed() -> None:
+    """Of prompts that the link is faster than, by what that layer takes."""
+    layers, compute_s = 4, 1e-3
+    carried = []
+    for tokens in (100, 200, 400, 900, 3000):
+        tail_s = min(tokens, CHUNK) / layers / GOODPUT
+        took_s = max(compute_s * tokens + tail_s, tokens / GOODPUT) + BEYOND_S
+        carried.append(
+            Carried(tokens, tokens, tokens, 1, 0, GOODPUT, RTT_S, compute_s * tokens, took_s)
+        )
+    goodput, beyond_s = link(carried, CHUNK, layers)
+    assert (goodput, beyond_s) == (GOODPUT, pytest.approx(BEYOND_S))
+
+
+def test_one_late_measurement_bends_no_curve() -> None:
+    tokens = np.array([150.0, 700.0, 1900.0, 4096.0] * 3)
+    columns = np.stack([np.ceil(tokens / CHUNK), tokens, tokens**2 / 2], axis=1)
+    seconds = columns @ np.array([0.01, 4e-4, 2e-8])
+    seconds[0] *= 2  # the first of all, while something warmed up
+    assert fitted(columns, seconds, required=1) == pytest.approx((0.01, 4e-4, 2e-8), rel=1e-3)
 
 
 async def test_a_gateway_that_keeps_everything_is_told_of() -> None:
