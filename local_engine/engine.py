@@ -29,7 +29,7 @@ from prfaas.errors import ContextTooLong, EngineUnavailable, InvalidRequest
 from prfaas.limits import Limits
 from prfaas.settings import EngineSettings
 from prfaas_connect.device.staging import Staging, TorchDevice
-from prfaas_connect.port.messages import PortMessage, RingFree, Welcome
+from prfaas_connect.port.messages import PortMessage, PrefillStart, RingFree, Welcome
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -78,7 +78,10 @@ class Engine:
         self._integrity_failures = 0
         self._port: KvPort | None = None
         self._feed: PortFeed | None = None
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[tuple[Callable[[], None], int]] = deque()
+        """And the tokens that each brings to prefill."""
+        self._taken = (0, 0)
+        """Requests that bring some, and those, of commands that ran since the last `_publish`."""
         self._commands_lock = threading.Lock()
         self._ended = False
         self._wake = threading.Event()
@@ -149,7 +152,13 @@ class Engine:
             shares=self._settings.prefix_cache,
         )
         self._admission.enter(
-            request_id, self._retry_after_s(), lambda: self._post(lambda: self._core.add(answer))
+            request_id,
+            self._retry_after_s(),
+            lambda: self._post(
+                lambda: self._core.add(answer),
+                # What waits for KV from a peer brings none.
+                0 if request.kv_transfer_params is not None else len(request.prompt_tokens),
+            ),
         )
         return stream
 
@@ -207,7 +216,8 @@ class Engine:
         if isinstance(message, RingFree):
             self._wake.set()  # There may be room for what waits to leave.
         else:
-            self._post(lambda: self._core.handle(message, blob))
+            tokens = len(blob) // 4 if isinstance(message, PrefillStart) else 0
+            self._post(lambda: self._core.handle(message, blob), tokens)
 
     # --- callers' side --------------------------------------------------------------------------
 
@@ -247,12 +257,16 @@ class Engine:
         stats = self._stats
         return min(60.0, max(1.0, stats.queue_tokens * stats.prefill_token_s))
 
-    def _post(self, command: Callable[[], None]) -> bool:
-        """Have the engine thread run `command`. False: it has ended."""
+    def _post(self, command: Callable[[], None], tokens: int = 0) -> bool:
+        """Have the engine thread run `command`, which brings so many tokens to prefill. False: it
+        has ended.
+        """
         with self._commands_lock:
             if self._ended:
                 return False
-            self._commands.append(command)
+            if tokens and self._feed is not None:
+                self._feed.came(tokens)
+            self._commands.append((command, tokens))
         self._wake.set()
         return True
 
@@ -300,7 +314,10 @@ class Engine:
         """Whether there were any."""
         any_ran = bool(self._commands)
         while self._commands:
-            self._commands.popleft()()
+            command, tokens = self._commands.popleft()
+            if tokens:
+                self._taken = self._taken[0] + 1, self._taken[1] + tokens
+            command()
         return any_ran
 
     def _publish(self) -> None:
@@ -309,7 +326,8 @@ class Engine:
             stats = replace(stats, integrity_failures=self._integrity_failures)
         self._stats = stats
         if self._feed is not None:
-            self._feed.publish(stats)
+            taken, self._taken = self._taken, (0, 0)
+            self._feed.publish(stats, *taken)
         # Last, so that whoever is woken finds the stats up to date.
         streams, self._core.touched = self._core.touched, []
         wake_all(streams)

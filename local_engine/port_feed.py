@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 
 from local_engine.kv.events import CacheEventLog
 from local_engine.port import KvPort
@@ -31,7 +32,13 @@ class PortFeed:
         self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.Lock()
+        self._told: Stats | None = None
+        """By the engine, as of its last step."""
+        self._came_requests = 0
+        self._came_tokens = 0
+        """Since then, while it is deep in a step."""
         self._latest: Stats | None = None
+        """Both together."""
         self._sent: Stats | None = None
         self._sent_at = float("-inf")
         self._events_at = float("-inf")
@@ -69,11 +76,28 @@ class PortFeed:
         """Nothing more until the next `synchronise`; called on any thread."""
         self._synchronised = False
 
-    def publish(self, stats: EngineStats) -> None:
-        """Send what has changed, unless the last message is too young."""
+    def came(self, tokens: int) -> None:
+        """A prompt of so many tokens waits until the engine has ended its step; callable on any
+        thread. `publish` says when the engine has taken it.
+        """
+        with self._lock:
+            self._came_requests += 1
+            self._came_tokens += tokens
+            self._add_up()
+            if self._synchronised and self._latest != self._sent:
+                self._deferred = True
+                self._news.set()
+
+    def publish(self, stats: EngineStats, taken_requests: int = 0, taken_tokens: int = 0) -> None:
+        """Send what has changed, unless the last message is too young. `taken_...`: of what came
+        since the last time, in these stats.
+        """
         now = self._clock.now()
         with self._lock:
-            self._latest = _message(stats)
+            self._told = _message(stats)
+            self._came_requests -= taken_requests
+            self._came_tokens -= taken_tokens
+            self._add_up()
             if not self._synchronised:
                 self._events.discard()
                 return
@@ -87,6 +111,16 @@ class PortFeed:
             self._events_at = now
             if not self._send_events(self._events.take()):
                 self._synchronised = False
+
+    def _add_up(self) -> None:
+        """Lock held."""
+        told = self._told
+        if told is not None:
+            self._latest = replace(
+                told,
+                queue_tokens=told.queue_tokens + self._came_tokens,
+                waiting=told.waiting + self._came_requests,
+            )
 
     def _send_events(self, messages: Iterable[KvEvents]) -> bool:
         sent = True

@@ -236,7 +236,7 @@ async def test_load_is_told_at_least_every_quarter_second_even_within_a_long_ste
 async def test_what_comes_during_a_step_is_in_the_load_as_soon_as_that_is_over(
     tmp_path: Path,
 ) -> None:
-    async with pair(tmp_path) as (engine, _, runner):
+    async with pair(tmp_path) as (engine, agent, runner):
         inside, gate = threading.Event(), threading.Event()
 
         def wait(layer: int) -> None:
@@ -248,18 +248,22 @@ async def test_what_comes_during_a_step_is_in_the_load_as_soon_as_that_is_over(
         await asyncio.to_thread(inside.wait, 10)
         second = asyncio.create_task(ask(engine, tokens(CHUNK, 1)))
         await eventually(lambda: engine._commands)
+        await eventually(lambda: agent.of(Stats)[-1].waiting == 2)
+        assert agent.of(Stats)[-1].queue_tokens >= 2 * CHUNK - 1, "also while it cannot say so itself"
         told: list[int] = []
         publish = engine._feed.publish
 
-        def record(stats: EngineStats) -> None:
+        def record(stats: EngineStats, *taken: int) -> None:
             told.append(stats.waiting)
-            publish(stats)
+            publish(stats, *taken)
 
         engine._feed.publish = record
         runner.on_layer = None
         gate.set()
         await asyncio.gather(first, second)
         assert told[0] == 1, "an engine that says it is idle gets everybody's next request"
+        await eventually(lambda: agent.of(Stats)[-1].running == 0)
+        assert (agent.of(Stats)[-1].waiting, agent.of(Stats)[-1].queue_tokens) == (0, 0)
 
 
 async def test_load_changes_are_told_soon(tmp_path: Path) -> None:

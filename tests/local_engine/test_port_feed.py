@@ -133,6 +133,32 @@ async def test_what_was_too_fresh_is_sent_soon_also_within_a_long_step() -> None
         bench.feed.close()
 
 
+async def test_what_came_counts_until_the_engine_has_taken_it() -> None:
+    bench = Bench(interval_s=60.0)
+    bench.feed.came(7)
+    bench.publish(running=1)
+    bench.feed.synchronise([])
+    bench.feed.start()
+
+    def last() -> tuple[int, int]:
+        stats = bench.port.of(Stats)[-1]
+        return stats.waiting, stats.queue_tokens
+
+    try:
+        assert last() == (1, 7)
+        bench.clock.advance(MIN_INTERVAL_S)
+        bench.feed.came(100)
+        await eventually(lambda: last() == (2, 107))
+        bench.clock.advance(MIN_INTERVAL_S)
+        bench.feed.publish(replace(LOAD, waiting=1, queue_tokens=60), 1, 7)
+        await eventually(lambda: last() == (2, 160))
+        bench.clock.advance(MIN_INTERVAL_S)
+        bench.feed.publish(LOAD, 1, 100)
+        await eventually(lambda: last() == (0, 0))
+    finally:
+        bench.feed.close()
+
+
 @pytest.mark.parametrize("synchronised", [True, False])
 async def test_the_load_is_repeated_while_the_engine_is_silent(synchronised: bool) -> None:
     bench = Bench(interval_s=0.01)
