@@ -10,6 +10,9 @@ import numpy as np
 from policies.mix import RequestMix, Vector
 from policies.throughput import Fleet, remote_s
 
+SHORTEST_TOKENS = 16
+"""Of prefixes that are looked at."""
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -56,12 +59,7 @@ def direct_or_shared(fleet: Fleet, mix: RequestMix, threshold_tokens: float) -> 
         "Pull directly, or through a shared cache layer?",
         choice,
         f"an offloaded request would save {gain:.3f} s of computing what only D has cached, and "
-        f"wait {cost:.3f} s for one more hop"
-        + (
-            f"; reading a prefix is faster than computing it from {length} tokens on"
-            if length is not None
-            else "; reading a prefix is slower than computing it at every length"
-        ),
+        f"wait {cost:.3f} s for one more hop" + _read_or_computed(length),
         {"saved_s": gain, "hop_s": cost, "break_even_tokens": float(length or 0)},
     )
 
@@ -114,7 +112,8 @@ def reuse_local_or_remote(fleet: Fleet, mix: RequestMix) -> Answer:
     return Answer(
         "Reuse what P has, compute at D, or prefill at P?",
         choice,
-        ", ".join(f"{name} is fastest for {shares[f'{name}_share']:.0%}" for name in names)
+        "with no queue anywhere, "
+        + ", ".join(f"{name} is fastest for {shares[f'{name}_share']:.0%}" for name in names)
         + f"; mean {best:.2f} s against {means['local_s']:.2f} s all at D",
         {**shares, **means},
     )
@@ -124,13 +123,21 @@ def break_even_tokens(fleet: Fleet) -> int | None:
     """The shortest prefix that is faster to fetch over the link than to compute at D; None where
     there is none."""
     longest = fleet.local.covers_tokens
-    lengths = np.unique(np.geomspace(16, longest, 200).astype(int)).astype(float)
+    lengths = np.unique(np.geomspace(SHORTEST_TOKENS, longest, 200).astype(int)).astype(float)
     computed = fleet.local.time_scale * fleet.local.prefill.seconds_of(
         lengths, np.zeros_like(lengths)
     )
     fetched = fleet.rtt_s + _carried_s(fleet, lengths) + _state_s(fleet)
     faster = np.flatnonzero(fetched < computed)
     return int(lengths[faster[0]]) if len(faster) else None
+
+
+def _read_or_computed(length: int | None) -> str:
+    if length is None:
+        return "; reading a prefix is slower than computing it at every length"
+    if length <= SHORTEST_TOKENS:
+        return "; reading a prefix is faster than computing it at every length"
+    return f"; reading a prefix is faster than computing it from {length} tokens on"
 
 
 def _carried_s(fleet: Fleet, tokens: Vector) -> Vector:

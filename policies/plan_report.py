@@ -37,6 +37,7 @@ class BandwidthRow:
     rate: float | None
     """That holds the objectives; None: infeasible."""
     binds: str
+    """What would raise `rate`, or is why there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,13 @@ def make_report(
     fixed = scenario.local.prefill_instances
     splits = None if fixed is None else [fixed]
     paper = best_capacity(fleet, mix, splits)
-    plan, infeasible = _plan(fleet, mix, scenario, fixed)
+    found_plan = _plan(fleet, mix, scenario, fixed)
+    plan = found_plan if isinstance(found_plan, Plan) else None
+    infeasible = found_plan.message if isinstance(found_plan, Infeasible) else ""
     alone: float | None = None
     if fleet.remote is not None:
-        without, _ = _plan(replace(fleet, remote=None, remote_instances=0), mix, scenario, None)
-        alone = None if without is None else without.load.rate
+        without = _plan(replace(fleet, remote=None, remote_instances=0), mix, scenario, None)
+        alone = without.load.rate if isinstance(without, Plan) else None
     links = tuple(
         _over(with_link(fleet, gbit), mix, scenario, fixed, gbit)
         for gbit in (bandwidths_gbit if fleet.remote is not None else ())
@@ -201,29 +204,31 @@ def _plan_lines(plan: Plan) -> list[str]:
 
 def _plan(
     fleet: Fleet, mix: RequestMix, scenario: Scenario, fixed: int | None
-) -> tuple[Plan | None, str]:
+) -> Plan | Infeasible:
     try:
-        return best_plan(fleet, mix, scenario.objectives, fixed), ""
+        return best_plan(fleet, mix, scenario.objectives, fixed)
     except Infeasible as error:
-        return None, error.message
+        return error
 
 
 def _over(
     fleet: Fleet, mix: RequestMix, scenario: Scenario, fixed: int | None, gbit: float
 ) -> BandwidthRow:
     paper = best_capacity(fleet, mix, None if fixed is None else [fixed])
-    plan, _ = _plan(fleet, mix, scenario, fixed)
-    if plan is None:
-        split, share, binds = paper.split, paper.remote_share, paper.binds
-    else:
-        split, share, binds = plan.load.split, plan.load.remote_share, plan.binds
+    plan = _plan(fleet, mix, scenario, fixed)
+    if isinstance(plan, Infeasible):
+        split = paper.split
+        return BandwidthRow(
+            gbit, split.threshold_tokens, paper.remote_share, paper.rate, None, plan.stage.value
+        )
+    load = plan.load
     return BandwidthRow(
         gbit,
-        split.threshold_tokens,
-        share,
+        load.split.threshold_tokens,
+        load.remote_share,
         paper.rate,
-        None if plan is None else plan.load.rate,
-        binds.value,
+        load.rate,
+        plan.binds.value,
     )
 
 

@@ -94,6 +94,8 @@ def test_an_infeasible_objective_is_said_with_the_stage_and_ends_with_status_1(s
     assert done.exit_code == 1
     assert "infeasible: TTFT P90 of 1 s cannot be held at any rate" in done.output
     assert "remote_prefill binds" in done.output
+    rows = json.loads(run("plan", str(small), "--itl", "0.001", "--json").stdout)["links"]
+    assert {(row["rate"], row["binds"]) for row in rows} == {(None, "decode")}
 
 
 @pytest.mark.parametrize(
