@@ -207,7 +207,7 @@ class StateSettings(Section):
     )
     share_prefixes: bool = Field(
         True,
-        description="Tell each other what was sent to engines that publish no cache events; needs "
+        description="Tell each other which prefixes of prompts were sent to which engine; needs "
         "the same `gateway.cache_secret` at all.",
     )
 
