@@ -76,6 +76,35 @@ async def test_only_good_keys_are_let_in(make: Make, file: TenantFixture, tmp_pa
     assert (found[4]["tenant"], found[4]["completion_tokens"]) == ("acme", 4)
 
 
+PATHS = (
+    "/prfaas/cluster", "/%70rfaas/cluster", "//prfaas/cluster", "/prfaas/cluster/",
+    "/health/../prfaas/cluster", "/health;/prfaas/cluster", "/prfaas/cluster?/health",
+    "/dashboard", "/dashboard/../metrics", "/prfaas/requests/%0d%0a", "http://x/prfaas/cluster",
+)  # fmt: skip
+KEYS = {
+    "": 401, "Bearer": 401, "Basic ####": 401, "Basic /zr/": 401, "Bearer \xff": 401,
+    "Bearer " + "x" * 4000: 401, "Bearer {acme}": 403, "{boss}": 401,
+}  # fmt: skip
+
+
+async def test_no_path_and_no_rubbish_lead_round_the_keys(make: Make, file: TenantFixture) -> None:
+    async def ask(port: int, path: str, key: str, status: int) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        field = f"authorization: {key.format(**file.keys)}\r\n" if key else ""
+        head = f"GET {path} HTTP/1.1\r\nhost: x\r\n{field}connection: close\r\n\r\n"
+        writer.write(head.encode("latin-1"))
+        answer = (await reader.read()).decode()
+        writer.close()
+        assert answer.startswith(f"HTTP/1.1 {status} "), (path, key)
+        assert json.loads(answer.partition("\r\n\r\n")[2])["error"]["type"]
+        assert not any(secret in answer for secret in (*file.keys.values(), *file.hashes, KEY))
+
+    async with make() as cluster:
+        for path in PATHS:
+            for key, status in KEYS.items():
+                await ask(cluster.gateway.port, path, key, status)
+
+
 async def test_no_number_in_a_request_spoils_budgets_or_the_queue(
     make: Make, file: TenantFixture
 ) -> None:
