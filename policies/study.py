@@ -303,8 +303,8 @@ def open_study(
             study.enqueue_trial({**_defaults(spec.policy), **first}, skip_if_exists=True)
     elif known != spec.digest():
         raise ConfigError(
-            f"study {name!r} in {shown(storage)} is of another scenario, workload, policy or "
-            "objective; give another file or another name"
+            f"study {name!r} in {shown(storage)} is of another scenario, workload, policy, goal, "
+            "queue order, training share or seed; give another file or another name"
         )
     return study  # type: ignore[no-any-return]
 

@@ -25,7 +25,14 @@ def open_storage(where: str) -> BaseStorage:
     from optuna.storages.journal import JournalFileBackend
 
     if "://" not in where:
-        return JournalStorage(JournalFileBackend(where, lock_obj=_lock(where)))
+        try:
+            return JournalStorage(JournalFileBackend(where, lock_obj=_lock(where)))
+        except OSError as error:
+            raise ConfigError(f"the study's storage {where}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the study's storage {where} is not a journal of Optuna's"
+            ) from error
     if where.startswith(("redis://", "rediss://")):
         return _in_redis(where)
     return _in_database(where)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import time
 from collections.abc import Callable
@@ -75,6 +76,9 @@ def run_tune(options: TuneOptions, as_json: bool, say: Callable[[str], None] = _
     """
     if options.trials < 1 or options.jobs < 1:
         raise ConfigError("a study needs at least one trial and one process")
+    for path in (options.write, options.report):
+        if path is not None:
+            _require_writable(path)
     reporter = Reporter(options.spec.goal, say)
     if options.spec.goal == "pareto":
         return _front(options, as_json, reporter)
@@ -87,12 +91,31 @@ def run_tune(options: TuneOptions, as_json: bool, say: Callable[[str], None] = _
         told=reporter.tell,
     )
     if options.write is not None:
-        options.write.write_text(to_yaml(policy_file(tuned, options)), encoding="utf-8")
+        _write(options.write, to_yaml(policy_file(tuned, options)))
     if options.report is not None:
         from policies.report import write_report
 
         write_report(tuned, options.report)
     return json.dumps(as_data(tuned), indent=2) + "\n" if as_json else to_text(tuned)
+
+
+def _require_writable(path: Path) -> None:
+    """Before the search, which may take hours."""
+    folder = path.parent
+    if not folder.is_dir():
+        raise ConfigError(f"cannot write {path}: {folder} is no directory")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"cannot write {path}: it is a directory, or not ours to write")
+
+
+def _write(path: Path, text: str) -> None:
+    """At once: a gateway may be watching the file."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _front(options: TuneOptions, as_json: bool, reporter: Reporter) -> str:

@@ -121,6 +121,7 @@ def test_machines_join_one_study_in_a_database(tmp_path: Path) -> None:
         ("nodb://me:secret@there/x", "there"),
         ("mysql+nodriver://me:secret@there/x", "there"),
         ("sqlite:////no/such/folder/s.db", "unable to open"),
+        ("/no/such/folder/s.journal", "No such file or directory"),
     ],
 )
 def test_a_storage_that_is_not_there_is_named_without_its_password(
@@ -130,6 +131,24 @@ def test_a_storage_that_is_not_there_is_named_without_its_password(
         open_study(spec(tmp_path), storage, "a")
     assert words in error.value.message
     assert "secret" not in error.value.message
+
+
+def test_a_file_of_something_else_is_no_storage(tmp_path: Path) -> None:
+    other = tmp_path / "policy.yaml"
+    other.write_text("policy_version: 1\n")
+    with pytest.raises(ConfigError, match="is not a journal of Optuna's"):
+        open_study(spec(tmp_path), str(other), "a")
+    assert other.read_text() == "policy_version: 1\n"
+
+
+@pytest.mark.parametrize("option", ["--write", "--report"])
+def test_what_cannot_be_written_is_refused_before_the_search(tmp_path: Path, option: str) -> None:
+    there = spec(tmp_path).scenario
+    words = ("tune", there, "--storage", str(tmp_path / "s.journal"), option)
+    done = CliRunner().invoke(cli, [*words, str(tmp_path / "none" / "x")])
+    assert isinstance(done.exception, ConfigError), done.output
+    assert "none is no directory" in done.exception.message
+    assert not (tmp_path / "s.journal").exists()
 
 
 def test_progress_is_told_now_and_then_and_at_the_end(tmp_path: Path) -> None:
@@ -194,7 +213,7 @@ def test_the_defaults_are_tried_first(tmp_path: Path) -> None:
 def test_a_study_of_something_else_is_refused(tmp_path: Path) -> None:
     storage = str(tmp_path / "s.journal")
     open_study(spec(tmp_path), storage, "a")
-    with pytest.raises(ConfigError, match="another scenario, workload, policy or objective"):
+    with pytest.raises(ConfigError, match="another scenario, workload, policy, goal, queue"):
         open_study(spec(tmp_path, policy="paper"), storage, "a")
 
 
