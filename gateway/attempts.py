@@ -212,9 +212,19 @@ class Attempts:
                 )
             else:
                 answer = await relay_whole(response, self._limits)
+                self._say(job, answer)
         if isinstance(answer, WholeAnswer) and answer.status >= 500:
             await self._raise_refusal(record, answer)
         return answer
+
+    @staticmethod
+    def _say(job: Job, answer: WholeAnswer) -> None:
+        """What no other engine could answer better goes out before all else that an end brings."""
+        say = job.inbound.say
+        if say is not None and answer.status < 400 and not job.parsed.stream:
+            answer.headers.update(answer_headers(job.record))
+            answer.said = True
+            say(answer)
 
     async def _raise_refusal(self, record: RequestRecord, answer: WholeAnswer) -> None:
         """An engine that cannot say why a request failed: its agent knows if KV was the reason.

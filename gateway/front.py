@@ -265,7 +265,7 @@ class ClientConnection(asyncio.Protocol):
         elif self._missing and now - self._since > slow_s:
             error = InvalidRequest("the body did not arrive in time")
             request_id = request_id_of(self._head.fields.get("x-request-id", ""), self._front.ids)
-            self._say(error_answer(error), request_id, closing=True)
+            self.say(error_answer(error), request_id, closing=True)
             self._front.outbox.close(self._transport)
 
     def stop(self) -> asyncio.Task[None]:
@@ -354,6 +354,7 @@ class ClientConnection(asyncio.Protocol):
                 ),
                 visit=visit,
                 task=self._task,
+                say=stream.say,
             )
             answer = await front.generation.serve(inbound, stream)
         except asyncio.CancelledError:
@@ -364,17 +365,20 @@ class ClientConnection(asyncio.Protocol):
         except Exception:
             logger.exception("internal error at %s", head.api.path)
             answer = error_answer(PrfaasError("internal error"), 500)
-        if answer is None:
+        if answer is not None:
+            if (
+                stream.started or stream.said
+            ):  # too late for a status: a cut connection is the honest end
+                self.abort()
+                return
+            self.say(answer, request_id)
+        elif not stream.said:
             return
-        if stream.started:  # too late for a status: a cut connection is the honest end
-            self.abort()
-            return
-        self._say(answer, request_id)
         if self._writing_paused:
             with contextlib.suppress(Cancelled):  # then the connection is gone, and this task next
                 await self.drain()
 
-    def _say(self, answer: WholeAnswer, request_id: str, *, closing: bool = False) -> None:
+    def say(self, answer: WholeAnswer, request_id: str, *, closing: bool = False) -> None:
         transport = self._transport
         if transport is None:
             return
@@ -438,14 +442,19 @@ class ClientConnection(asyncio.Protocol):
 class ClientStream:
     """The client's side of one streamed answer."""
 
-    __slots__ = ("_connection", "_head", "_request_id", "started")
+    __slots__ = ("_connection", "_head", "_request_id", "said", "started")
 
     def __init__(self, connection: ClientConnection, request_id: str) -> None:
         self._connection = connection
         self._request_id = request_id
         self._head = b""
         """Goes out with the first bytes that follow."""
-        self.started = False
+        self.started = self.said = False
+
+    def say(self, answer: WholeAnswer) -> None:
+        """A whole answer instead of a stream."""
+        self.said = True
+        self._connection.say(answer, self._request_id)
 
     async def start(self, headers: Mapping[str, str]) -> None:
         self._head = self._connection.stream_head(

@@ -99,7 +99,8 @@ class Generation:
         return len(self._engines) > 1 or (self._settings.offload and self._view.has_agents)
 
     async def serve(self, inbound: Inbound, sink: ClientSink) -> WholeAnswer | None:
-        """Answer one request: a whole answer to send, or None where it was streamed to `sink`.
+        """Answer one request: a whole answer to send, or None where it was streamed to `sink` or
+        said.
 
         Raises the PrfaasError to answer with; cancelling it (the client left) stops the engine.
         """
@@ -130,7 +131,7 @@ class Generation:
             raise
         else:
             note_answer(record, answer)
-            if isinstance(answer, Relayed):
+            if isinstance(answer, Relayed) or answer.said:
                 return None
             answer.headers.update(answer_headers(record))
             return answer

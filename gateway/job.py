@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgspec
 
 from gateway.records import RequestRecord
-from gateway.relay import ClientSink
+from gateway.relay import ClientSink, WholeAnswer
 from gateway.schema import Api, ParsedRequest
 from gateway.tenancy.door import ANYBODY, Visit
 from gateway.tokenise import Prompt
@@ -29,6 +29,10 @@ class Inbound(msgspec.Struct, frozen=True):
     visit: Visit = ANYBODY
     task: asyncio.Task[None] | None = None
     """The one that serves it, where whoever made this knows it."""
+    say: Callable[[WholeAnswer], None] | None = None
+    """Sends an answer as soon as it is there, so that its client has it before the books are done;
+    None: `serve` returns all answers.
+    """
 
 
 @dataclass(slots=True)

@@ -32,6 +32,8 @@ class WholeAnswer:
     status: int
     headers: dict[str, str]
     body: bytes = field(repr=False)
+    said: bool = False
+    """It is on its way to the client."""
 
 
 class ClientSink(Protocol):

@@ -323,3 +323,46 @@ async def test_what_still_runs_when_the_gateway_stops_is_cut(make_cluster: Any) 
         assert record.status == "499"
         for each in (writer, other):
             each.close()
+
+
+async def test_a_whole_answer_goes_out_before_the_books_are_done(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    say, end = ClientConnection.say, cluster.gateway.generation._end
+
+    def saying(connection: ClientConnection, *args: Any, **named: Any) -> None:
+        order.append("said")
+        say(connection, *args, **named)
+
+    def ending(record: Any) -> None:
+        order.append("ended")
+        end(record)
+
+    monkeypatch.setattr(ClientConnection, "say", saying)
+    monkeypatch.setattr(cluster.gateway.generation, "_end", ending)
+    status, _, response = await cluster.post(body_of())
+    assert (status, order) == (200, ["said", "ended"])
+    assert response.headers["x-prfaas-target"] == "local"
+    order.clear()
+    cluster.engine.script = Script(error=Overloaded("full"))
+    status, _, response = await cluster.post(body_of())
+    assert (status, order) == (503, ["ended", "said"])
+
+
+async def test_an_error_of_ours_after_the_answer_cuts_the_connection(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second answer would be taken for that to the next request."""
+    end = cluster.gateway.generation._end
+
+    def ending(record: Any) -> None:
+        end(record)
+        raise ValueError("a mistake of ours")
+
+    async with client_of(cluster) as client:
+        assert (await client.ask(body_of()))[0] == 200
+        monkeypatch.setattr(cluster.gateway.generation, "_end", ending)
+        assert (await client.ask(body_of()))[0] == 200
+        with contextlib.suppress(ConnectionError):
+            assert await client.reader.read() == b""
