@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
     from optuna.storages.journal import JournalFileOpenLock
 
+FIRST_LINE_BYTES = 1 << 20
 PREFIX = "prfaas:studies"
 """Of all keys in Redis."""
 
@@ -26,13 +29,11 @@ def open_storage(where: str) -> BaseStorage:
 
     if "://" not in where:
         try:
+            if not _may_be_a_journal(Path(where)):
+                raise ConfigError(f"the study's storage {where} is not a journal of Optuna's")
             return JournalStorage(JournalFileBackend(where, lock_obj=_lock(where)))
         except OSError as error:
             raise ConfigError(f"the study's storage {where}: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"the study's storage {where} is not a journal of Optuna's"
-            ) from error
     if where.startswith(("redis://", "rediss://")):
         return _in_redis(where)
     return _in_database(where)
@@ -44,6 +45,20 @@ def shown(where: str) -> str:
         return where
     parts = urlsplit(where)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+def _may_be_a_journal(path: Path) -> bool:
+    """Whether the file's first line is one of a journal's, or it has none yet: what is written to a
+    file of something else is there for good."""
+    if not path.exists():
+        return True
+    with path.open("rb") as file:
+        line = file.readline(FIRST_LINE_BYTES)
+    try:
+        first = json.loads(line) if line else {"op_code": None}
+    except ValueError:
+        return False
+    return isinstance(first, dict) and "op_code" in first
 
 
 def _in_redis(url: str) -> BaseStorage:
