@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from prfaas.snapshot import LocalEngine
+from prfaas.values import Value
 
 REQUEST_TOKENS = 250
 """At an engine of unknown speed a request in the way weighs as much as so many to prefill."""
@@ -17,8 +17,7 @@ equal machines measure curves that differ by some hundredths. For a long prompt 
 than many requests in the way, so all long prompts would meet at one engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineOption:
+class EngineOption(Value, frozen=True):
     """One engine as a choice for one request."""
 
     local: LocalEngine
@@ -50,12 +49,11 @@ def rank_engines(
         default=0.0,
     )
 
-    def cost(option: EngineOption) -> tuple[bool, float, float, bytes]:
+    def cost(option: EngineOption) -> tuple[bool, float, float]:
         local = option.local
         load = local.load
         cached = min(max(local.matched_tokens, option.recent_tokens), prompt_tokens)
         busy = load.running + load.waiting + load.sent_requests + option.transfers
-        spread = hashlib.blake2b(f"{key}/{local.name}".encode(), digest_size=8).digest()
         if known and local.curve.known:
             ahead_s = local.curve.seconds(load.queue_tokens + load.sent_tokens)
             own_s = local.curve.seconds(prompt_tokens - cached, cached)
@@ -63,8 +61,16 @@ def rank_engines(
             if fastest_s < whole_s <= ALIKE * fastest_s:
                 own_s *= fastest_s / whole_s
             shared_s = busy * load.decode_step_s
-            return (not option.usable, round(ahead_s + 2 * own_s + shared_s, 3), busy, spread)
+            return (not option.usable, round(ahead_s + 2 * own_s + shared_s, 3), busy)
         waiting = busy * REQUEST_TOKENS + prompt_tokens - cached
-        return (not option.usable, waiting, busy, spread)
+        return (not option.usable, waiting, busy)
 
-    return sorted(options, key=cost)
+    def spread(at: int) -> bytes:
+        name = options[at].local.name
+        return hashlib.blake2b(f"{key}/{name}".encode(), digest_size=8).digest()
+
+    costs = [cost(option) for option in options]
+    order: Iterable[int] = range(len(costs))
+    if len(set(costs)) < len(costs):  # else nothing ties
+        order = sorted(order, key=spread)
+    return [options[at] for at in sorted(order, key=costs.__getitem__)]
