@@ -128,28 +128,38 @@ class PromptMemory:
     def keep(self, walk: Walk) -> None:
         """What was made of a text's pieces is known from now on."""
         before = walk.pieces[-1] if walk.pieces else self._root
+        pieces = walk.pieces.copy()
         for piece in walk.made:
             known = self._pieces.setdefault((before.number, piece.text), piece)
             if known is piece:
                 self._numbers += 1
-                self._moves += 1
-                piece.number, piece.moved, piece.before = self._numbers, self._moves, before
+                piece.number, piece.before = self._numbers, before
             before.next[piece.size] = known
             before = known
+            pieces.append(known)
+        if walk.made:
+            self._move(pieces)
         while len(self._pieces) > self._max_pieces:
             self._forget(self._pieces.popitem(last=False)[1])
 
     def _used(self, pieces: Sequence[_Piece]) -> None:
-        """They are moved from the end that is forgotten, the first ones farthest; not each time, as
-        long as far fewer than there is room for have come since.
+        """They are moved, but not each time, as long as far fewer have moved since than there is
+        room for.
         """
-        if not pieces or self._moves - pieces[-1].moved < self._max_pieces // 8:
-            return  # those before it were used whenever it was
+        if pieces and self._moves - pieces[-1].moved >= self._max_pieces // 8:
+            self._move(pieces)  # those before the last were used whenever it was
+
+    def _move(self, pieces: Sequence[_Piece]) -> None:
+        """From the end that is forgotten, the first ones farthest: nothing is of use without what
+        stands before it, or holds what is forgotten.
+        """
         for piece in reversed(pieces):
             assert piece.before is not None
-            self._moves += 1
-            piece.moved = self._moves
-            self._pieces.move_to_end((piece.before.number, piece.text))
+            key = (piece.before.number, piece.text)
+            if key in self._pieces:  # else it was forgotten while a thread was at work
+                self._moves += 1
+                piece.moved = self._moves
+                self._pieces.move_to_end(key)
 
     @staticmethod
     def _forget(piece: _Piece) -> None:

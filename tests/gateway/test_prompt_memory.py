@@ -111,6 +111,7 @@ def test_nothing_that_is_forgotten_is_held_by_what_stood_before_it() -> None:
     assert len(kept) == len(memory) <= 8
     for piece in (*kept, memory._root):
         assert {each for each in piece.next if each is not None} <= kept
+    assert {piece.before for piece in kept} <= kept | {memory._root}
 
 
 def test_long_chains_are_put_together_from_what_was_known_of_them() -> None:
