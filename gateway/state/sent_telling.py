@@ -79,6 +79,7 @@ class SentTelling:
 
     async def _tell(self) -> None:
         told: dict[str, Load] = {}
+        failures = 0
         while not _cancelled():
             await self._changed.wait()
             self._changed.clear()
@@ -89,10 +90,12 @@ class SentTelling:
                 await self._store.tell_sent(sent)
             except StateUnavailable:
                 self._metrics.sent("failed")
+                failures = min(10, failures + 1)
             else:
-                told = sent.loads
+                told, failures = sent.loads, 0
                 self._metrics.sent("told")
-            await asyncio.sleep(self._interval_s)
+            pause_s = max(self._interval_s, min(MAX_PAUSE_S, self._interval_s * 2**failures))
+            await asyncio.sleep(pause_s)
 
     async def _hear(self) -> None:
         while not _cancelled():
