@@ -22,6 +22,7 @@ from bench.fidelity_sites import (
     MODEL,
     Kind,
     kinds,
+    loaded_by,
     write_fleet,
     write_policy,
 )
@@ -35,7 +36,6 @@ from policies.workload.request import Request
 from prfaas.clock import Deadline
 from prfaas.errors import ConfigError, PrfaasError
 from prfaas.limits import Limits
-from prfaas.settings import PolicySettings
 from prfaas.up.calibration import Plan, Samples, measure, profiles, scenario
 from prfaas.up.client import OpenAIClient, StreamedAnswer
 from prfaas.up.cluster import measured as known
@@ -181,7 +181,7 @@ def _capacity(kind: Kind, site: Scenario, found: Profiles, requests: int) -> flo
         site,
         found,
         lambda rate: _requests(kind, requests, rate, seed=99),
-        lambda: make_policy(PolicySettings(name=LOADED_BY)),
+        lambda: make_policy(loaded_by()),
         Objectives(ttft_p90_s=kind.ttft_p90_s),
         start_rate_per_s=1.0,
     ).rate_per_s
@@ -229,7 +229,7 @@ def _error(
     report: Report,
 ) -> Error:
     warm = math.ceil(WARM_UP_SHARE * len(rows))
-    result = simulate(*site, rows, make_policy(PolicySettings(name=LOADED_BY)))
+    result = simulate(*site, rows, make_policy(loaded_by()))
     simulated = _figures([row.ttft_s for row in result.rows][warm:])
     measured = [_figures([answer.ttft_s for answer in run][warm:]) for run in runs]
     told = ", ".join(f"{name} {value:.3g}" for name, value in simulated.items())

@@ -10,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from prfaas.settings import PolicySettings
+
 MODEL = "fidelity"
 PEER = "far"
 RTT_MS = 20.0
@@ -17,6 +19,8 @@ POLICY_FILE = "policy.yaml"
 CALIBRATED_BY = "always_remote"
 """A pair of equals would keep at D whatever is asked while nobody waits."""
 LOADED_BY = "least_ttft"
+PARAMETERS: dict[str, dict[str, int]] = {LOADED_BY: {"min_uncached_tokens": 1}}
+"""What computes has prompts so short that D would keep half of them without asking further."""
 _TOKENIZER = Path(__file__).parents[1] / "deploy" / "profiles" / "byte-tokenizer"
 _KV = {"layers": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "max_context": 8192}
 """Of paced engines: 2 KiB a token."""
@@ -68,16 +72,16 @@ def kinds() -> Iterator[Kind]:
         "real",
         True,
         False,
-        (400, 1600, 4000),
-        50,
-        550,
-        100,
+        (150, 400, 1100),
+        16,
+        150,
+        40,
         0.6,
-        8,
+        4,
         range(1000, 40000),
         16,
         200.0,
-        8.0,
+        3.0,
     )
 
 
@@ -133,8 +137,14 @@ def write_fleet(kind: Kind, directory: Path, model: Path | None) -> Path:
     return file
 
 
+def loaded_by() -> PolicySettings:
+    """The same policy for the simulation."""
+    return PolicySettings(name=LOADED_BY, **PARAMETERS[LOADED_BY])
+
+
 def write_policy(directory: Path, name: str) -> None:
     """The gateway takes it over within a second or two."""
     new = directory / f"{POLICY_FILE}.new"
-    new.write_text(yaml.safe_dump({"policy_version": 1, "policy": name}))
+    policy = {"policy_version": 1, "policy": name, "parameters": PARAMETERS.get(name, {})}
+    new.write_text(yaml.safe_dump(policy))
     new.replace(directory / POLICY_FILE)
