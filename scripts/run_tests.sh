@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All tests but the long ones, in two runs: first what shares the machine well, WORKERS at once, then
-# alone what measures rates and speeds. Arguments go to pytest; one that is a path
+# alone what measures rates and speeds, or chooses by them. Arguments go to pytest; one that is a path
 # makes it one plain run of that. With RETRY=N up to N tests that failed are run once more at the end, alone, and
 # named in either case: on a machine that others use too, a test may lose a race that it does not lose alone.
 set -uo pipefail
@@ -14,6 +14,7 @@ unset PYTHONDONTWRITEBYTECODE
 alone=(
 	tests/bench/test_wan.py
 	tests/bench/test_wanlink.py
+	tests/e2e/test_lossy.py
 	tests/e2e/test_up_once.py
 	tests/prfaas/testing/test_link.py
 	tests/prfaas/testing/test_link_process.py
