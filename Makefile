@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 NAME ?= ttft
 QUICK ?=
-WORKERS ?= 3
+WORKERS ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
@@ -41,7 +41,7 @@ venv-vllm: ## vLLM for CPUs, in .venv-vllm: 2 GB, some minutes
 run: venv ## Everything on this machine with the demo model (ARGS=--once: show and exit)
 	@$(BIN)/python -m prfaas up $(ARGS)
 
-test: venv-dev ## All tests but the long ones, WORKERS=3 at once where that disturbs none
+test: venv-dev ## All tests but the long ones, WORKERS=2 at once where that disturbs none
 	@BIN=$(BIN) WORKERS=$(WORKERS) scripts/run_tests.sh $(ARGS)
 
 test-real: venv-dev ## The long exactness tests on the demo model

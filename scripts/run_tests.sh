@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 python=${BIN:-.venv/bin}/python
 cache=build/pytest-cache
 pytest=("$python" -m pytest -m "not slow" -o "cache_dir=$cache")
-workers=${WORKERS:-3}
+workers=${WORKERS:-2}
 # Where it is set, each of the hundreds of processes that tests start would compile our modules anew.
 unset PYTHONDONTWRITEBYTECODE
 alone=(
