@@ -145,7 +145,8 @@ class OpenAIClient:
         try:
             yield
         except (aiohttp.ClientError, TimeoutError) as exc:
-            raise PeerUnavailable(f"{self._url}{path} broke off: {exc!r}") from exc
+            why = str(exc) or type(exc).__name__
+            raise PeerUnavailable(f"{self._url}{path} broke off: {why}") from exc
 
     def _open(self) -> aiohttp.ClientSession:
         assert self._session is not None
