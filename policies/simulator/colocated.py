@@ -156,8 +156,8 @@ class ColocatedNode:
             self._release(ended)
             self._on_finished(ended)
         while self._asking:
-            job, asked = self._asking.popleft()
-            asked(job)
+            coming, asked = self._asking.popleft()
+            asked(coming)
         self._join_arrived()
         self._chunk_gave_way = not self._chunk_gave_way and bool(self._fresh)
         job = None if self._chunk_gave_way else self._next_prompt(now)
