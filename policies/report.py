@@ -47,13 +47,13 @@ def write_report(tuned: Tuned, path: Path) -> None:
             at_rate = results[SHARES_OF_RATE.index(0.9)]
         curves.append(Curve(label, [result.summary() for result in results]))
     assert at_rate is not None
-    results = [
+    scores = [
         ("tuned, training part", tuned.trained, problem.scenario),
         ("tuned", tuned.tested, problem.scenario),
         ("defaults", tuned.default_tested, as_given.scenario),
     ]
     objectives = problem.scenario.objectives
-    columns = [standings(score.summary, objectives) for _, score, _ in results]
+    columns = [standings(score.summary, objectives) for _, score, _ in scores]
     write_page(
         path,
         "study",
@@ -62,7 +62,7 @@ def write_report(tuned: Tuned, path: Path) -> None:
         better=_better(tuned),
         scenario=problem.scenario,
         prices=problem.scenario.prices,
-        results=[(what, score, _cost(site, score)) for what, score, site in results],
+        results=[(what, score, _cost(site, score)) for what, score, site in scores],
         objectives=list(zip(*columns, strict=True)),
         lines=key_of(curves),
         over_rates=over_rates(curves, problem.scenario),

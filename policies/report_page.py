@@ -61,7 +61,7 @@ def plot(
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("a report needs matplotlib: pip install 'prfaas[tune]'") from error
-    style: dict[str, Any] = {
+    style: Any = {
         "svg.fonttype": "none",
         "svg.hashsalt": f"{title} {unit}",
         "font.size": 9,

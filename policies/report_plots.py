@@ -115,8 +115,10 @@ def inside(curve: Curve, result: Result, history: Sequence[float], goal: str) ->
             axes.plot(x, y, marker=".", color=colour(at))
 
     def steps(axes: Axes) -> None:
+        from matplotlib.ticker import MaxNLocator
+
         values = [-v if goal == "rate" else v for v in history]
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.step(range(1, len(values) + 1), values, where="post", color=colour(0))
 
     return [
