@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 
 from gateway.dns_members import find_engines, find_peers
 from gateway.member_file import read_members
@@ -30,9 +31,11 @@ class Discovery:
         limits: Limits,
         apply: Apply,
         events: FollowEvents[Members],
+        kept: Path | None = None,
     ) -> None:
-        """Raises ConfigError for a file that is no good at the start, and a DNS server that is no
-        address.
+        """`kept`: where the file's last good text is for who comes after this process. Raises
+        ConfigError for a file that is no good at the start and was not before, and a DNS server
+        that is no address.
         """
         chosen = settings.discovery
         self._settings = settings
@@ -53,6 +56,8 @@ class Discovery:
             chosen.interval_s,
             self._take,
             events,
+            kept,
+            self._check,
         )
         self.members = merged(self._following.parts)
 
@@ -64,6 +69,13 @@ class Discovery:
     async def run(self) -> None:
         """Follow all sources until cancelled."""
         await self._following.run()
+
+    def _check(self, parts: tuple[Members, ...]) -> None:
+        """Raises ConfigError for what `_take` would refuse, so far as it is known at the start."""
+        members = merged(parts)
+        if not members.engines and not self._settings.discovery.engines:
+            raise ConfigError("no engine would be left")
+        require_key(self._settings, bool(members.peers))
 
     async def _take(self, parts: tuple[Members, ...]) -> None:
         members = merged(parts)

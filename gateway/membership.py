@@ -12,8 +12,7 @@ from gateway.cluster_view import ClusterView
 from gateway.engines import Engine, Engines
 from gateway.members import Members
 from gateway.upstream import HttpUpstream
-from gateway.watch import WatchClient, watch_endpoints
-from prfaas.dialling import Endpoint
+from gateway.watch_streams import WatchStreams
 from prfaas.limits import Limits
 from prfaas.settings import EngineEndpoint
 from prfaas.snapshot import Outcome
@@ -57,26 +56,22 @@ class Membership:
         """`on_left` is told the name of an engine that is gone. `watches` False: somebody else
         follows the agents and feeds the view. Raises ConfigError.
         """
-        self._view = view
         self._engines = engines
         self._abilities = abilities
-        self._files = files
         self._limits = limits
-        self._on_outcome = on_outcome
+        self._streams = WatchStreams(view, files, limits, on_outcome)
         self._on_left = on_left
         self._watches = watches
         self._running = False
         self._joined: dict[str, _Joined] = {}
-        self._watching: dict[str, tuple[Endpoint, asyncio.Task[None] | None]] = {}
         self._leaving: dict[str, EngineEndpoint] = {}
         """Engines that still answer, and whose names nobody else has taken."""
         self._drains: set[asyncio.Task[None]] = set()
         self._members = members
-        endpoints = watch_endpoints(members, files)
+        self._streams.check(members)
         for endpoint in members.engines:
             self._join(endpoint, HttpUpstream.to(endpoint, limits))
-        self._watching = {place: (endpoint, None) for place, endpoint in endpoints.items()}
-        view.members(members.engines, members.peers)
+        self._streams.expect(members)
 
     @property
     def draining(self) -> int:
@@ -93,24 +88,24 @@ class Membership:
         self._running = True
         for joined in self._joined.values():
             self._probe(joined)
-        for place, (endpoint, _) in list(self._watching.items()):
-            self._watch(place, endpoint)
+        if self._watches:
+            self._streams.start()
 
     async def close(self) -> None:
         """Cut every connection."""
         self._running = False
-        tasks = [task for _, task in self._watching.values() if task is not None]
-        tasks += [each.probing for each in self._joined.values() if each.probing is not None]
+        tasks = [each.probing for each in self._joined.values() if each.probing is not None]
         tasks += self._drains
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._streams.close()
         for joined in self._joined.values():
             await joined.upstream.close()
 
     async def apply(self, members: Members) -> None:
         """From now on these belong, and nobody else. Raises ConfigError, with nothing changed."""
-        endpoints = watch_endpoints(members, self._files)
+        self._streams.check(members)
         wanted = {endpoint.name: endpoint for endpoint in members.engines}
         fresh = {
             name: HttpUpstream.to(endpoint, self._limits)
@@ -125,7 +120,7 @@ class Membership:
             self._part(joined, replaced=joined.engine.name in wanted)
         for name in fresh:
             self._leaving.pop(name, None)
-        await self._watch_only(endpoints)
+        await self._follow()
         for name, upstream in fresh.items():
             self._join(wanted[name], upstream)
 
@@ -162,36 +157,13 @@ class Membership:
         name = joined.engine.name
         if self._leaving.get(name) is joined.endpoint:
             del self._leaving[name]
-            await self._watch_only(watch_endpoints(self._members, self._files))
+            await self._follow()
             self._on_left(name)
         logger.info("engine %s has left", name)
 
-    async def _watch_only(self, endpoints: dict[str, Endpoint]) -> None:
-        """Follow these and the agents of who still answers; the view knows nobody else."""
-        leaving = tuple(self._leaving.values())
-        wanted = {**watch_endpoints(Members(leaving), self._files), **endpoints}
-        stopped = [
-            self._watching.pop(place)[1]
-            for place, (endpoint, _) in list(self._watching.items())
-            if wanted.get(place) != endpoint
-        ]
-        tasks = [task for task in stopped if task is not None]
-        for task in tasks:
-            task.cancel()
-        self._view.members(self._members.engines, self._members.peers, leaving)
-        for place, endpoint in wanted.items():
-            if place not in self._watching:
-                self._watch(place, endpoint)
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _follow(self) -> None:
+        """The agents of who belongs and of who still answers."""
+        await self._streams.follow(self._members, tuple(self._leaving.values()))
 
     def _probe(self, joined: _Joined) -> None:
         joined.probing = asyncio.create_task(joined.engine.probe.run())
-
-    def _watch(self, place: str, endpoint: Endpoint) -> None:
-        task = None
-        if self._running and self._watches:
-            client = WatchClient(
-                self._view, place, endpoint, "gateway", self._limits, self._on_outcome
-            )
-            task = asyncio.create_task(client.run())
-        self._watching[place] = (endpoint, task)

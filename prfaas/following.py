@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -54,13 +55,18 @@ class Following(Generic[Part]):
         interval_s: float,
         take: Callable[[tuple[Part, ...]], Awaitable[None]],
         events: FollowEvents[Part],
+        kept: Path | None = None,
+        check: Callable[[tuple[Part, ...]], object] = tuple,
     ) -> None:
         """`finds`: DNS names, each with what it stands for and for how long (PeerUnavailable: not
-        known). `take` gets what all sources say, and refuses it with ConfigError. Raises
-        ConfigError for a file that is no good at the start.
+        known). `take` gets what all sources say, and refuses it with ConfigError. `kept`: where the
+        last good text of the file is put for who comes after this process, and begins with that
+        where the file is no good, or `check` refuses it, by then. Raises ConfigError for a file
+        that is no good at the start and was not good before.
         """
         self._file = file
         self._read = read
+        self._kept = kept
         self._finds = finds
         self._interval_s = interval_s
         self._take = take
@@ -68,10 +74,26 @@ class Following(Generic[Part]):
         self._stamp = stamp_of(file) if file is not None else None
         self._parts = {CONFIGURED: configured}
         if file is not None:
-            self._parts[str(file)] = read(file)
+            self._parts[str(file)] = self._first(file, check)
             events.discovery_found(str(file), self._parts[str(file)])
         self._turned_down: dict[str, Part] = {}
         self._changing = asyncio.Lock()
+
+    def _first(self, file: Path, check: Callable[[tuple[Part, ...]], object]) -> Part:
+        """Raises ConfigError."""
+        before = self._kept is not None and self._kept.exists()
+        try:
+            part = self._read(file)
+            if before:
+                check((*self._parts.values(), part))
+        except ConfigError as exc:
+            if not before or self._kept is None:
+                raise
+            part = self._read(self._kept)
+            self._refused(str(file), exc)
+        else:
+            self._keep(file, part)
+        return part
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -103,7 +125,8 @@ class Following(Generic[Part]):
             except ConfigError as exc:
                 self._refused(str(file), exc)
                 continue
-            await self._change(str(file), part)
+            if await self._change(str(file), part):
+                await asyncio.to_thread(self._keep, file, part)
 
     async def _follow_name(
         self, source: str, find: Callable[[], Awaitable[tuple[Part, float]]]
@@ -124,23 +147,41 @@ class Following(Generic[Part]):
                 await self._change(source, part)
             await asyncio.sleep(max(wait_s, LOOK_S))
 
-    async def _change(self, source: str, part: Part) -> None:
-        """Take over what a source says now, as a whole or not at all."""
+    async def _change(self, source: str, part: Part) -> bool:
+        """Take over what a source says now, as a whole or not at all; whether it was."""
         async with self._changing:
             if self._parts.get(source) == part or self._turned_down.get(source) == part:
-                return
+                return False
             parts = {**self._parts, source: part}
             try:
                 await self._take(tuple(parts.values()))
             except ConfigError as exc:
                 self._turned_down[source] = part
                 self._refused(source, exc)
-                return
+                return False
             self._turned_down.clear()  # beside other parts it may be right
             self._parts = parts
         logger.info("%s: %s", source, part)
         self._events.discovery_changed(source, "applied")
         self._events.discovery_found(source, part)
+        return True
+
+    def _keep(self, file: Path, part: Part) -> None:
+        """The file's text, if it still says this."""
+        if self._kept is None:
+            return
+        fresh = self._kept.with_name(f"new-{self._kept.name}")
+        try:
+            with file.open("rb") as opened:
+                raw = opened.read(MAX_BYTES + 1)
+            with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as copy:
+                copy.write(raw)
+            if self._read(fresh) == part:
+                fresh.replace(self._kept)
+        except OSError as exc:
+            logger.error("cannot keep a copy of %s: %s", file, exc.strerror)
+        except ConfigError as exc:  # it has just changed again, and is read again
+            logger.warning("no copy of %s is kept: %s", file, exc.message)
 
     def _refused(self, source: str, error: ConfigError) -> None:
         logger.error("engines and peers stay as they are: %s: %s", source, error.message)

@@ -28,6 +28,10 @@ def tenants_copy(directory: Path) -> Path:
     return directory / "tenants.yaml"
 
 
+def members_copy(directory: Path) -> Path:
+    return directory / "members.yaml"
+
+
 def good_copies(
     gateway: GatewaySettings, directory: Path, make_policy: MakePolicy, metrics: GatewayMetrics
 ) -> dict[str, GoodCopy]:

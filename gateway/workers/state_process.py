@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 from gateway.app import check_settings
 from gateway.dashboard.gather import together
@@ -20,7 +21,7 @@ from gateway.state.sync import StateSync
 from gateway.upstream import HttpUpstream
 from gateway.workers.dashboard import DashboardPart
 from gateway.workers.everyone import Counted
-from gateway.workers.files import good_copies
+from gateway.workers.files import good_copies, members_copy
 from gateway.workers.hub_store import HubPrefixes, HubStore, WorkersSent
 from gateway.workers.messages import MembersAre, ToWorker
 from gateway.workers.place import Place
@@ -43,7 +44,8 @@ class StateProcess:
         self, place: Place, settings: Settings, make_policy: MakePolicy, clock: Clock
     ) -> None:
         """Raises ConfigError."""
-        check_settings(settings)
+        kept = members_copy(place.directory)
+        check_settings(_with_kept(settings, kept))
         gateway, limits = settings.gateway, settings.limits
         files = open_files(gateway.tls, "client", "gateway.tls")
         self._limits = limits
@@ -54,7 +56,7 @@ class StateProcess:
         self.siblings = Siblings(place, self._said)
         self.copies = good_copies(gateway, place.directory, make_policy, self.metrics)
         self.view = ToldView(gateway, limits, clock, self._tell)
-        self.discovery = Discovery(gateway, limits, self._members_changed, self.metrics)
+        self.discovery = Discovery(gateway, limits, self._members_changed, self.metrics, kept)
         beyond = gateway.state.redis is not None
         self.store = HubStore(clock, place.workers, self.view.neighbours, beyond=beyond)
         self.sync = self._sync_with(settings, place, clock) if beyond else None
@@ -134,3 +136,14 @@ class StateProcess:
         for engine in members.engines:  # what workers could not take over is refused here
             HttpUpstream.to(engine, self._limits)
         await self.watching.apply(members)
+
+
+def _with_kept(settings: Settings, kept: Path) -> Settings:
+    """With the copy of who was here before, if any: the file may be no good by now."""
+    gateway = settings.gateway
+    if gateway.discovery.file is None or not kept.exists():
+        return settings
+    discovery = gateway.discovery.model_copy(update={"file": kept})
+    return settings.model_copy(
+        update={"gateway": gateway.model_copy(update={"discovery": discovery})}
+    )

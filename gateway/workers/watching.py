@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from gateway.cluster_view import ClusterView
 from gateway.members import Members
-from gateway.watch import WatchClient, watch_endpoints
-from prfaas.dialling import Endpoint
+from gateway.watch_streams import WatchStreams
 from prfaas.limits import Limits
 from prfaas.settings import EngineEndpoint
 from prfaas.snapshot import Outcome
@@ -36,17 +35,15 @@ class Watching:
         members before anything is heard of them. Raises ConfigError.
         """
         self.members = members
-        self._view = view
-        self._files = files
-        self._limits = limits
+        self._streams = WatchStreams(view, files, limits, _not_ours)
         self._needed = needed
         self._told = told
         self._leaving: dict[str, tuple[EngineEndpoint, float]] = {}
-        self._watching: dict[str, tuple[Endpoint, asyncio.Task[None]]] = {}
-        watch_endpoints(members, files)
+        self._streams.check(members)
 
     async def run(self) -> None:
         """Until cancelled."""
+        self._streams.start()
         await self._follow()
         while True:
             await asyncio.sleep(LOOK_S)
@@ -62,14 +59,11 @@ class Watching:
                 await self._follow()
 
     async def close(self) -> None:
-        tasks = [task for _, task in self._watching.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._streams.close()
 
     async def apply(self, members: Members) -> None:
         """From now on these belong. Raises ConfigError, with nothing changed."""
-        watch_endpoints(members, self._files)
+        self._streams.check(members)
         kept = {engine.name for engine in members.engines}
         now = asyncio.get_running_loop().time()
         for engine in self.members.engines:
@@ -84,25 +78,7 @@ class Watching:
     async def _follow(self) -> None:
         """Those that belong, and those that are still needed; nobody else is known any more."""
         leaving = tuple(engine for engine, _ in self._leaving.values())
-        wanted = {
-            **watch_endpoints(Members(leaving), self._files),
-            **watch_endpoints(self.members, self._files),
-        }
-        stopped = [
-            self._watching.pop(place)[1]
-            for place, (endpoint, _) in list(self._watching.items())
-            if wanted.get(place) != endpoint
-        ]
-        for task in stopped:
-            task.cancel()
-        self._view.members(self.members.engines, self.members.peers, leaving)
-        for place, endpoint in wanted.items():
-            if place not in self._watching:
-                client = WatchClient(
-                    self._view, place, endpoint, "gateway", self._limits, _not_ours
-                )
-                self._watching[place] = (endpoint, asyncio.create_task(client.run()))
-        await asyncio.gather(*stopped, return_exceptions=True)
+        await self._streams.follow(self.members, leaving)
 
 
 def _not_ours(outcome: Outcome) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from gateway.admission import FallbackBudget
+from gateway.workers.files import members_copy
 from gateway.workers.link import Hearers, WorkerLink
 from gateway.workers.place import Place
 from gateway.workers.state_process import StateProcess
 from policies.registry import make_policy
+from prfaas import following
 from prfaas.clock import SYSTEM_CLOCK
 from prfaas.cluster_state import Load, Member, Report, Shared
 from prfaas.errors import ConfigError
@@ -128,3 +130,60 @@ def test_what_is_wrong_is_said_at_the_start(tmp_path: Path) -> None:
         made(policy={"file": bad})
     with pytest.raises(ConfigError, match="there must be at least one"):
         made(engines=())
+
+
+ONE = 'engines: [{name: d-0, url: "http://127.0.0.1:9"}]\n'
+TWO = """engines:
+  - {name: d-0, url: "http://127.0.0.1:9"}
+  - {name: d-1, url: "http://127.0.0.1:10"}
+"""
+
+
+@pytest.mark.parametrize(
+    "bad", ["engines: [", "engines: []", ONE + 'peers: [{peer: p, instance: "0"}]', None]
+)
+async def test_a_state_that_starts_again_has_the_engines_that_were_good_last(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    bad: str | None,
+) -> None:
+    monkeypatch.setattr(following, "LOOK_S", 0.01)
+    file = tmp_path / "members"
+    file.write_text(ONE)
+    settings = gateway_settings(
+        engines=(), peers=(), discovery={"file": file, "engines": (), "peers": ()}
+    )
+
+    def made() -> StateProcess:
+        return StateProcess(place_at(tmp_path), settings, make_policy, SYSTEM_CLOCK)
+
+    def names(process: StateProcess) -> list[str]:
+        return [engine.name for engine in process.watching.members.engines]
+
+    async with made().running() as process:
+        assert names(process) == ["d-0"]
+        file.write_text(TWO)
+        await eventually(lambda: "d-1" in members_copy(tmp_path).read_text(), within_s=LONG_S)
+    if bad is None:
+        file.unlink()
+    else:
+        file.write_text(bad)
+    async with made().running() as process:
+        assert names(process) == ["d-0", "d-1"]
+        assert "engines and peers stay as they are" in caplog.text
+        assert 'result="refused"' in process.metrics.render().decode()
+        file.write_text(ONE)
+        await eventually(lambda: names(process) == ["d-0"], within_s=LONG_S)
+
+
+def test_a_file_of_engines_that_never_was_good_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "members"
+    file.write_text("engines: [")
+    with pytest.raises(ConfigError, match="members is not YAML"):
+        StateProcess(
+            place_at(tmp_path),
+            gateway_settings(engines=(), discovery={"file": file}),
+            make_policy,
+            SYSTEM_CLOCK,
+        )
