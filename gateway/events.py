@@ -61,7 +61,7 @@ class Channel(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Gaps:
     """How a channel tells of events."""
 

@@ -118,10 +118,11 @@ async def relay_stream(
         on_done()
 
     slow = False  # the client, who has to be waited for
+    single = False  # events, as they come: then a channel is worth opening
     channel: Channel | None = None
 
     def pass_on(piece: bytes) -> bool:
-        nonlocal slow
+        nonlocal slow, single
         seen = splitter.events
         whole = splitter.feed(piece)
         if channel is not None:
@@ -130,17 +131,22 @@ async def relay_stream(
             return False
         if splitter.events > seen:
             on_events(splitter.events - seen)
+        single = splitter.events == seen + 1
         slow = sink.put(whole)
         if splitter.done and not slow:
             on_done()
         return slow
 
+    def pass_on_until_single(piece: bytes) -> bool:
+        return pass_on(piece) or single
+
     try:
         while piece := await response.next_piece():
             if not pass_on(piece):
-                channel = sink.channel(gaps) if gaps is not None else None
+                channel = sink.channel(gaps) if single and gaps is not None else None
                 if channel is None:
-                    await response.follow(pass_on)
+                    may_open = gaps is not None and not single
+                    await response.follow(pass_on_until_single if may_open else pass_on)
                 else:
                     channel.whole = splitter.between
                     try:
