@@ -185,6 +185,7 @@ class Simulation:
         if raw_bytes > self._staging_free:
             return False
         self._local.take(job)
+        self._view.left_local(job)
         job.moves += 1
         job.plan, job.tries = ((peer, instance),), 0
         self._next_place(job)
@@ -192,6 +193,7 @@ class Simulation:
 
     def _move_to_local(self, job: Job) -> None:
         """It has come back from a peer's queue."""
+        self._view.left_remote(job)
         self._staging_free += job.raw_bytes
         job.moves += 1
         self._go_local(job, "")
@@ -209,6 +211,10 @@ class Simulation:
 
     def _first_token(self, job: Job, at_s: float) -> None:
         job.first_token_at = at_s
+        if at_s <= self._loop.now:
+            self._view.left_local(job)
+        else:
+            self._loop.at(at_s, self._view.left_local, job)
 
     def _finished(self, job: Job) -> None:
         self._finished_count += 1

@@ -36,13 +36,14 @@ class _Sent:
     def __init__(self) -> None:
         self._under_way: dict[Job, tuple[int, float]] = {}
         """Tokens and wire bytes of what has not reached the place."""
-        self._entries: deque[tuple[float, int, float]] = deque()
-        """When each of the others reached it, and those."""
+        self._entries: dict[Job, tuple[float, int, float]] = {}
+        """When each of the others reached it, and those; the oldest first."""
         self.requests = 0
         self.tokens = 0
         self.wire_bytes = 0.0
 
     def add(self, job: Job, tokens: int, wire_bytes: float) -> None:
+        self.over(job)
         self._under_way[job] = tokens, wire_bytes
         self.requests += 1
         self.tokens += tokens
@@ -50,21 +51,31 @@ class _Sent:
 
     def reached(self, job: Job, at_s: float) -> None:
         """Reports from then on show it."""
-        self._entries.append((at_s, *self._under_way.pop(job)))
+        self._entries[job] = (at_s, *self._under_way.pop(job))
 
     def settle(self, until_s: float) -> bool:
         """Forget what a report of that time shows; whether that changed anything."""
-        entries = self._entries
-        changed = False
-        while entries and entries[0][0] <= until_s:
-            _, tokens, wire_bytes = entries.popleft()
-            self.requests -= 1
-            self.tokens -= tokens
-            self.wire_bytes -= wire_bytes
-            changed = True
+        old = []
+        for job, entry in self._entries.items():
+            if entry[0] > until_s:
+                break
+            old.append(job)
+        for job in old:
+            self.over(job)
+        return bool(old)
+
+    def over(self, job: Job) -> bool:
+        """Forget one that is known to be done; whether it was still counted."""
+        entry = self._entries.pop(job, None)
+        if entry is None:
+            return False
+        _, tokens, wire_bytes = entry
+        self.requests -= 1
+        self.tokens -= tokens
+        self.wire_bytes -= wire_bytes
         if not self.requests:
             self.wire_bytes = 0.0
-        return changed
+        return True
 
 
 Report = tuple[Load, tuple[tuple[Load, ...], ...], tuple[tuple[float, float], ...]]
@@ -125,6 +136,17 @@ class View:
     def reached(self, job: Job) -> None:
         """It has come to the peer: what the peer reports from now on includes it."""
         self._sent[job.peer, job.instance].reached(job, self._loop.now)
+
+    def left_local(self, job: Job) -> None:
+        """It moved elsewhere, or its first token came: it is ahead of nobody there."""
+        if self._sent_local.over(job):
+            self._local_load = None
+
+    def left_remote(self, job: Job) -> None:
+        """It waits at its peer no more."""
+        if self._sent[job.peer, job.instance].over(job):
+            self._loads.pop((job.peer, job.instance), None)
+            self._links.pop(job.peer, None)
 
     def run_until(self, now: float) -> None:
         """Let the simulation come to `now`, with reports taken on the way."""

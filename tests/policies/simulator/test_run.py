@@ -406,6 +406,31 @@ def test_what_was_sent_to_d_counts_besides_until_a_report_is_younger(site: Any) 
     assert seen[2] == (pytest.approx(2600 + 10, abs=1), 10)
 
 
+def test_what_was_sent_to_d_counts_until_its_first_token_comes(site: Any) -> None:
+    """The gateway relays it, so it need not wait for a report."""
+    site.peer = None
+    site.rest["telemetry"] = {"interval_s": 100.0, "settle_s": 0.25}
+    seen = []
+
+    class Looks:
+        name, move_gain_s = "looks", None
+
+        def __init__(self) -> None:
+            self._policy = make_policy(PolicySettings(name="always_local"))
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._policy, name)
+
+        def decide(self, facts: Any, snapshot: Any, state: Any) -> Any:
+            load = snapshot.local.load
+            seen.append((load.queue_tokens, load.sent_tokens))
+            return self._policy.decide(facts, snapshot, state)
+
+    rows = [Request(0, 0.1, 301, 1), Request(1, 0.3, 101, 1), Request(2, 0.6, 11, 1)]
+    simulate(*site.scenario(), rows, Looks())  # type: ignore[arg-type]
+    assert seen == [(0, 0), (0, 300), (0, 0)]
+
+
 def test_offloads_stop_soon_after_the_link_drops_and_come_back(site: Any) -> None:
     """Case 10: 1 Gbit/s to 50 Mbit/s for 20 s."""
     site.profile = site.profile.model_copy(
