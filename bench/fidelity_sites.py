@@ -20,7 +20,7 @@ CALIBRATED_BY = "always_remote"
 """A pair of equals would keep at D whatever is asked while nobody waits."""
 LOADED_BY = "least_ttft"
 PARAMETERS: dict[str, dict[str, int]] = {LOADED_BY: {"min_uncached_tokens": 1}}
-"""What computes has prompts so short that D would keep half of them without asking further."""
+"""Every prompt is weighed, short ones too, which D would keep without asking further."""
 _TOKENIZER = Path(__file__).parents[1] / "deploy" / "profiles" / "byte-tokenizer"
 _KV = {"layers": 4, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "max_context": 8192}
 """Of paced engines: 2 KiB a token."""
@@ -72,16 +72,16 @@ def kinds() -> Iterator[Kind]:
         "real",
         True,
         False,
-        (150, 400, 1100),
-        16,
-        150,
-        40,
-        0.6,
+        (300, 900, 2500),
+        64,
+        600,
+        200,
+        0.5,
         4,
         range(1000, 40000),
         16,
         200.0,
-        3.0,
+        6.0,
     )
 
 
