@@ -81,24 +81,13 @@ def make_local(
     on_finished: Told,
 ) -> Local:
     """Site D as its scenario describes it. Raises ConfigError where the split is left open."""
-    if site.colocated:
-        return _Colocated(
-            loop,
-            site,
-            profiles,
-            order,
-            on_start,
-            on_prefilled,
-            on_imported,
-            on_first_token,
-            on_finished,
-        )
-    if site.prefill_instances is None:
+    if not site.colocated and site.prefill_instances is None:
         raise ConfigError(
             "local.prefill_instances: say how many nodes prefill (`prfaas plan` finds the best), "
             "or set local.colocated"
         )
-    return _Split(
+    kind = _Colocated if site.colocated else _Split
+    return kind(
         loop,
         site,
         profiles,

@@ -355,28 +355,34 @@ def test_eight_requests_within_one_report_are_spread(site: Any) -> None:
     assert max(ttft(result)) == pytest.approx(2.0, abs=0.1)
 
 
-def test_what_is_on_its_way_to_a_peer_counts_until_a_report_shows_it(site: Any) -> None:
-    """A report taken while a request travels knows nothing of it."""
-    site.link.update(rtt_ms=400.0)
-    site.rest["telemetry"] = {"interval_s": 0.5}
+def shown(site: Any, policy: str, rows: list[Request]) -> list[tuple[int, int]]:
+    """Tokens queued and sent at the place that the policy always takes, as each request saw it."""
     seen = []
 
     class Looks:
         name, move_gain_s = "looks", None
 
         def __init__(self) -> None:
-            self._policy = make_policy(PolicySettings(name="always_remote"))
+            self._policy = make_policy(PolicySettings(name=policy))
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self._policy, name)
 
         def decide(self, facts: Any, snapshot: Any, state: Any) -> Any:
-            load = snapshot.remotes[0].load
-            seen.append(load.queue_tokens + load.sent_tokens)
+            at = snapshot.local if policy == "always_local" else snapshot.remotes[0]
+            seen.append((at.load.queue_tokens, at.load.sent_tokens))
             return self._policy.decide(facts, snapshot, state)
 
-    rows = [Request(0, 0.4, 3001, 1), Request(1, 0.55, 11, 1), Request(2, 1.05, 11, 1)]
     simulate(*site.scenario(), rows, Looks())  # type: ignore[arg-type]
+    return seen
+
+
+def test_what_is_on_its_way_to_a_peer_counts_until_a_report_shows_it(site: Any) -> None:
+    """A report taken while a request travels knows nothing of it."""
+    site.link.update(rtt_ms=400.0)
+    site.rest["telemetry"] = {"interval_s": 0.5}
+    rows = [Request(0, 0.4, 3001, 1), Request(1, 0.55, 11, 1), Request(2, 1.05, 11, 1)]
+    seen = [sum(load) for load in shown(site, "always_remote", rows)]
     assert seen[:2] == [0, 3000]  # it reaches the peer at 0.6
     assert seen[2] == pytest.approx(2600 + 10, abs=1)
 
@@ -384,24 +390,8 @@ def test_what_is_on_its_way_to_a_peer_counts_until_a_report_shows_it(site: Any) 
 def test_what_was_sent_to_d_counts_besides_until_a_report_is_younger(site: Any) -> None:
     site.peer = None
     site.rest["telemetry"] = {"interval_s": 0.25, "settle_s": 0.25}
-    seen = []
-
-    class Looks:
-        name, move_gain_s = "looks", None
-
-        def __init__(self) -> None:
-            self._policy = make_policy(PolicySettings(name="always_local"))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._policy, name)
-
-        def decide(self, facts: Any, snapshot: Any, state: Any) -> Any:
-            load = snapshot.local.load
-            seen.append((load.queue_tokens, load.sent_tokens))
-            return self._policy.decide(facts, snapshot, state)
-
     rows = [Request(0, 0.1, 3001, 1), Request(1, 0.3, 11, 1), Request(2, 0.6, 11, 1)]
-    simulate(*site.scenario(), rows, Looks())  # type: ignore[arg-type]
+    seen = shown(site, "always_local", rows)
     assert seen[1] == (pytest.approx(2850, abs=1), 3000)
     assert seen[2] == (pytest.approx(2600 + 10, abs=1), 10)
 
@@ -410,25 +400,8 @@ def test_what_was_sent_to_d_counts_until_its_first_token_comes(site: Any) -> Non
     """The gateway relays it, so it need not wait for a report."""
     site.peer = None
     site.rest["telemetry"] = {"interval_s": 100.0, "settle_s": 0.25}
-    seen = []
-
-    class Looks:
-        name, move_gain_s = "looks", None
-
-        def __init__(self) -> None:
-            self._policy = make_policy(PolicySettings(name="always_local"))
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._policy, name)
-
-        def decide(self, facts: Any, snapshot: Any, state: Any) -> Any:
-            load = snapshot.local.load
-            seen.append((load.queue_tokens, load.sent_tokens))
-            return self._policy.decide(facts, snapshot, state)
-
     rows = [Request(0, 0.1, 301, 1), Request(1, 0.3, 101, 1), Request(2, 0.6, 11, 1)]
-    simulate(*site.scenario(), rows, Looks())  # type: ignore[arg-type]
-    assert seen == [(0, 0), (0, 300), (0, 0)]
+    assert shown(site, "always_local", rows) == [(0, 0), (0, 300), (0, 0)]
 
 
 def test_offloads_stop_soon_after_the_link_drops_and_come_back(site: Any) -> None:
