@@ -230,6 +230,8 @@ static int write_out(Channel *self, Py_ssize_t events, PyObject *bytes)
 {
     if (events && count(self, events) < 0)
         return -1;
+    if (!self->write) /* who was told has closed it */
+        return LEFT;
     PyObject *written = PyObject_CallFunctionObjArgs(self->write, bytes, NULL);
     Py_XDECREF(written);
     if (!written)
