@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections import deque
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from itertools import islice
 
 import msgspec
 
+from gateway.state.listeners import Listeners
 from prfaas.clock import Clock
 from prfaas.cluster_state import (
     PREFIX_BATCHES,
@@ -52,7 +52,7 @@ class MemoryStore:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._refilled_share = 1.0
-        self._hearing: list[Callable[[Sent], None]] = []
+        self._listeners = Listeners()
         self.forget()
 
     def forget(self) -> None:
@@ -134,15 +134,10 @@ class MemoryStore:
 
     def pass_on(self, sent: Sent) -> None:
         """To all who hear."""
-        for take in tuple(self._hearing):
-            take(sent)
+        self._listeners.pass_on(sent)
 
     async def hear_sent(self, take: Callable[[Sent], None]) -> None:
-        self._hearing.append(take)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self._hearing.remove(take)
+        await self._listeners.hear(take)
 
     async def leave(self, member_id: str) -> None:
         self._members.pop(member_id, None)

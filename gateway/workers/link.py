@@ -12,6 +12,7 @@ from pathlib import Path
 from gateway.admission import FallbackBudget
 from gateway.cluster_view import ClusterView
 from gateway.members import Members
+from gateway.state.listeners import Listeners
 from gateway.workers.frames import Frames
 from gateway.workers.messages import (
     Answer,
@@ -63,7 +64,7 @@ class WorkerLink:
         self._up = asyncio.Event()
         self._waiting: deque[asyncio.Future[Answer]] = deque()
         self._hearers: Hearers | None = None
-        self._hearing: list[Callable[[Sent], None]] = []
+        self._listeners = Listeners()
         self._task: asyncio.Task[None] | None = None
         self._peaks = (0.0, 0.0)
         self._peak_until = 0.0
@@ -147,11 +148,7 @@ class WorkerLink:
 
     async def hear_sent(self, take: Callable[[Sent], None]) -> None:
         """Goes on by itself once the other side is back."""
-        self._hearing.append(take)
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self._hearing.remove(take)
+        await self._listeners.hear(take)
 
     async def leave(self, member_id: str) -> None:
         """Raises StateUnavailable."""
@@ -196,8 +193,7 @@ class WorkerLink:
             if not waiting.done():
                 waiting.set_result(message)
         elif isinstance(message, Heard):
-            for take in tuple(self._hearing):
-                take(message.sent)
+            self._listeners.pass_on(message.sent)
         elif hearers is None:
             pass
         elif isinstance(message, Fed):

@@ -336,7 +336,7 @@ async def test_what_a_worker_has_just_sent_is_known_at_once_on_all_hosts() -> No
     syncs = [each.sync for each in (*world.workers, *world.hosts)]
     tasks = [asyncio.create_task(sync.sent.run()) for sync in syncs]
     stores = [world.store, *(host.hub for host in world.hosts)]
-    await eventually(lambda: all(len(store._hearing) == 2 for store in stores))
+    await eventually(lambda: all(len(store._listeners) == 2 for store in stores))
     try:
         first, *others = world.workers
         first.view.sent.add_remote("r1", ENGINE, "p/p-0", 500, 5000, 4000, world.clock.now())
