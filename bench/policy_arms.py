@@ -88,6 +88,7 @@ OWN = (
     "policies.priced",
     "policies.simulator.late_binding",
     "prfaas.late_binding",
+    "prfaas.queue_settings",
 )
 NEEDED = ("bench.policy_arms", "bench.policy_cases", "prfaas.profile", "prfaas.snapshot")
 
@@ -95,7 +96,8 @@ NEEDED = ("bench.policy_arms", "bench.policy_cases", "prfaas.profile", "prfaas.s
 class Memo:
     """Figures by what gave them, in files under FOUND; nothing to close.
 
-    The code that is loaded is part of the key; what only `priced` runs, for `priced` alone.
+    The code that is loaded is part of the key; what only `priced` runs, and queue orders, for
+    arms with those alone.
     """
 
     def __init__(self, folder: Path = FOUND, limit: Deadline = Deadline()) -> None:
@@ -110,7 +112,7 @@ class Memo:
 
     def get(self, arm: Arm, what: tuple[Any, ...], compute: Callable[[], Any]) -> Any:
         """JSON data: as it was found before, or as `compute` finds it now. Raises OutOfTime."""
-        own = self._own if arm.policy == "priced" else ""
+        own = "" if arm.policy != "priced" and arm.order == "fcfs" else self._own
         settings = arm.settings()
         read = {name: getattr(settings, name) for name in parameters_of(arm.policy)}
         key = _digest(repr((self._code, own, arm, read, what)).encode())
