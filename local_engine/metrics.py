@@ -59,7 +59,7 @@ class EngineMetrics:
         )
         self._tpot = histogram(
             "vllm:time_per_output_token_seconds",
-            "The same under its older name.",
+            "`vllm:inter_token_latency_seconds` under its older name.",
             ITL_BUCKETS_S,
         )
         self._e2e = histogram(
@@ -170,7 +170,9 @@ class _StatsCollector:
             yield self._gauge(name, text, getattr(stats, field))
         used = 1 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
         yield self._gauge("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", used)
-        yield self._gauge("vllm:gpu_cache_usage_perc", "The same under its older name.", used)
+        yield self._gauge(
+            "vllm:gpu_cache_usage_perc", "`vllm:kv_cache_usage_perc` under its older name.", used
+        )
         outcomes = CounterMetricFamily(
             "prfaas_engine_kv_outcomes",
             "Requests with kv_transfer_params: `staged`, or why not.",

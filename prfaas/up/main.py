@@ -132,6 +132,7 @@ class _Up:
             "-H 'content-type: application/json' "
             f"""-d '{{"model": "{self._stack.plan.served_model_name}", "messages": """
             """[{"role": "user", "content": "What is a prefill?"}]}'"""
+            f"\nconfiguration and logs are in {self._stack.directory}"
         )
         await asyncio.Event().wait()
         return 0
