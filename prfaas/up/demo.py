@@ -82,7 +82,10 @@ class Demo:
         self._show(f"A long prompt, {busy}", answer, record)
         outcome = record["outcome"] or {}
         if record["target"] != "remote" or outcome.get("status") != _REMOTE_STATUS:
-            self.problems.append("the long prompt was not prefilled at P")
+            self.problems.append(
+                "the long prompt was not wholly prefilled at P; on a machine that has other work "
+                "that can happen, otherwise the logs say why"
+            )
 
     async def burst(self) -> None:
         """Long prompts into running chats: local only, then with offload."""

@@ -13,6 +13,9 @@ from prfaas.up.burst import BurstResult
 from prfaas.up.client import StreamedAnswer
 from prfaas.up.cluster import Record
 
+# Raw over wire bytes up to which KV went as it was: frames have headers.
+_AS_IT_IS = 1.01
+
 
 def request_table(title: str, answer: StreamedAnswer, record: Record) -> Table:
     """Decision, reason, estimates, what it cost, and the answer."""
@@ -78,12 +81,18 @@ def _transfer(outcome: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     if outcome is None:
         return [("KV over the link", "none")]
     raw, wire, hidden = (outcome[f"{kind}_bytes"] for kind in ("raw", "wire", "hidden_wire"))
-    ratio = f", {raw / wire:.2f} times smaller" if wire else ""
+    ratio = ""
+    if wire:
+        smaller = raw / wire > _AS_IT_IS
+        ratio = (
+            f", {raw / wire:.2f} times smaller" if smaller else ", not encoded: the link is faster"
+        )
+    status = ": ".join(word for word in (outcome["status"], outcome["reason"]) if word)
     rows = [
         (
             "prefilled at",
             f"{outcome['peer']}/{outcome['instance']}: {outcome['received_tokens']} of "
-            f"{outcome['want_tokens']} tokens ({outcome['status']})",
+            f"{outcome['want_tokens']} tokens ({status})",
         ),
         ("KV over the link", f"{raw / 1e6:.2f} MB raw, {wire / 1e6:.2f} MB on the wire{ratio}"),
     ]

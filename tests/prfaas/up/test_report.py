@@ -54,6 +54,7 @@ REMOTE = {
     },
     "outcome": {
         "status": "staged",
+        "reason": "",
         "peer": "p",
         "instance": "p-0",
         "received_tokens": 1233,
@@ -82,6 +83,20 @@ def test_a_remote_request_shows_both_estimates_and_what_its_kv_cost() -> None:
         "Paris [/is] the capital.",
     ):
         assert part in text, text
+
+
+def test_a_transfer_that_was_given_up_says_why_and_that_kv_went_as_it_was() -> None:
+    outcome = {
+        **REMOTE["outcome"],
+        "status": "partial",
+        "reason": "prefill_timeout_slower",
+        "received_tokens": 240,
+        "raw_bytes": 7_100_000,
+        "wire_bytes": 7_110_000,
+    }
+    text = shown(request_table("Long", answer(), {**REMOTE, "outcome": outcome}))
+    assert "240 of 1233 tokens (partial: prefill_timeout_slower)" in text
+    assert "7.10 MB raw, 7.11 MB on the wire, not encoded: the link is faster" in text
 
 
 def test_a_local_request_has_no_kv_on_the_link() -> None:
