@@ -309,9 +309,20 @@ def config_schema() -> None:
 
 @config_group.command("check")
 @click.argument("file", type=_FILE)
-def config_check(file: Path) -> None:
-    """Check FILE, with the environment applied, as a process would read it."""
-    load_settings(file)
+@click.option("--keys-only", is_flag=True, help="Not the files that it names.")
+def config_check(file: Path, keys_only: bool) -> None:
+    """Check FILE, with the environment applied, as a process would read it.
+
+    The files that it names are opened too, and nothing is dialled (`prfaas check` does that).
+    """
+    settings = load_settings(file)
+    if not keys_only:
+        from gateway.app import check_settings
+        from policies.registry import make_policy
+        from prfaas.check.files import named_files
+
+        if wrong := named_files(settings, make_policy, check_settings).failed():
+            raise ConfigError("; ".join(f"{each.what}: {each.found}" for each in wrong))
     click.echo(f"{file}: ok")
 
 

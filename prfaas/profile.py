@@ -13,11 +13,11 @@ from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from prfaas.errors import ConfigError
 from prfaas.snapshot import PrefillCurve
+from prfaas.yaml_text import parse_yaml
 
 Vector = npt.NDArray[np.float64]
 
@@ -274,11 +274,9 @@ P = TypeVar("P", bound=BaseModel)
 def read_yaml(path: Path) -> Any:
     """The file's content. Raises ConfigError where it cannot be read or is not YAML."""
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return parse_yaml(path.read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
 
 
 def parse_as(model: type[P], data: object, where: str, what: str) -> P:

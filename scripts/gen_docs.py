@@ -42,7 +42,8 @@ gateway:
 
 or, in the environment, `PRFAAS_GATEWAY__PORT=9000`. Command-line options win over the environment,
 which wins over the file, which wins over the defaults below. Unknown keys, wrong types and values
-out of range are errors that name the key. `prfaas config check FILE` checks a file, and
+out of range are errors that name the key. `prfaas config check FILE` checks a file and those that it
+names (policies, tenants, certificates, tokenizers, profiles, what is discovered), and
 `prfaas config schema` prints a JSON Schema that editors understand.
 """
 

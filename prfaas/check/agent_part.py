@@ -10,13 +10,12 @@ import psutil
 
 from prfaas.agent_peers import find_peers, read_peers
 from prfaas.check.dial import Refused, ask, reach
+from prfaas.check.files import calibration_file, engine_files
 from prfaas.check.findings import Findings
 from prfaas.check.tls_part import certified, own_files
-from prfaas.codecs.calibration import Calibration
-from prfaas.codecs.gate import why_not
 from prfaas.dialling import checked_endpoint
 from prfaas.dns_names import Names
-from prfaas.errors import ConfigError, PeerUnavailable, PrfaasError
+from prfaas.errors import ConfigError, PeerUnavailable
 from prfaas.settings import (
     AgentPeer,
     AgentSettings,
@@ -85,11 +84,7 @@ def check_engine(engine: EngineSettings) -> Findings:
     findings = Findings()
     if engine.model is None and engine.paced is None:
         findings.fail("engine.model", "not set", "name a Hugging Face directory or a GGUF file")
-    for key, path in (("engine.model", engine.model), ("engine.paced", engine.paced)):
-        if path is not None and not path.exists():
-            findings.fail(key, f"{path} does not exist", "correct the path")
-        elif path is not None:
-            findings.ok(key, f"{path} is there")
+    engine_files(engine, findings)
     if engine.port_socket is None:
         findings.warn("engine.port_socket", "not set: it offloads nothing", "name its agent's")
     else:
@@ -107,26 +102,7 @@ def _listens(settings: AgentSettings | PrefillSettings, section: str, findings: 
         findings.warn(
             f"{section}.metrics_port", "0: no metrics of it", "set a port that Prometheus reaches"
         )
-    if settings.codec_calibration is not None:
-        key = f"{section}.codec_calibration"
-        try:
-            calibration = Calibration.load(settings.codec_calibration)
-        except (PrfaasError, OSError) as exc:
-            findings.fail(key, str(exc), "`prfaas calibrate-kv` makes one, the same for D and P")
-        else:
-            _rungs(key, calibration, findings)
-
-
-def _rungs(key: str, calibration: Calibration, findings: Findings) -> None:
-    """Which lossy codecs are offered, and why others are not."""
-    rungs = calibration.header.rungs
-    wrong = {rung.codec: why for rung in rungs if (why := why_not(rung))}
-    missing = "; ".join(f"{name} is not: {', '.join(why)}" for name, why in wrong.items())
-    if len(wrong) == len(rungs):
-        findings.warn(key, missing or "no codec in it", "without a lossy codec it is of no use")
-        return
-    offered = ", ".join(rung.codec for rung in rungs if rung.codec not in wrong)
-    findings.ok(key, f"{offered} offered" + (f"; {missing}" if missing else ""))
+    calibration_file(section, settings.codec_calibration, findings)
 
 
 def _congestion(wanted: str, findings: Findings) -> None:

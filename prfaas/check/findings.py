@@ -50,6 +50,9 @@ class Findings:
     def count(self, level: Level) -> int:
         return sum(each.level is level for each in self.items)
 
+    def failed(self) -> list[Finding]:
+        return [each for each in self.items if each.level is Level.FAIL]
+
     def to_text(self) -> str:
         """Lines for people; what is wrong has how to mend it below."""
         lines = []

@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from prfaas.check.dial import Answered, Heard, Refused, ask
+from prfaas.check.files import (
+    gateway_places,
+    policy_files,
+    redis_files,
+    tenant_file,
+    tokenizer_file,
+)
 from prfaas.check.findings import Findings
 from prfaas.check.tls_part import clock, own_files, watch
 from prfaas.errors import ConfigError, PrfaasError
@@ -19,7 +26,6 @@ from prfaas.settings import (
     Settings,
     StateSettings,
 )
-from prfaas.tenants import load_tenants
 from prfaas.tls_files import TlsFiles
 from prfaas.tokens import Tokenizer
 from prfaas.transfer import key_id
@@ -45,8 +51,10 @@ async def check_gateway(settings: Settings, parts: Parts, timeout_s: float) -> F
         parts.check_gateway(settings)
     except ConfigError as exc:
         findings.fail(exc.field or "gateway", exc.message, "docs/configuration.md has every key")
-    _policies(gateway, parts, findings)
+    policy_files(gateway, parts.make_policy, findings)
     _tenants(gateway, findings)
+    gateway_places(gateway, findings)
+    redis_files(gateway.state, findings)
     tokenizer = await asyncio.to_thread(_tokenizer, gateway, findings)
     files = own_files(gateway.tls, "client", "gateway.tls", findings)
     checks = [_engine(gateway, each, files, tokenizer, timeout_s) for each in gateway.engines]
@@ -57,29 +65,10 @@ async def check_gateway(settings: Settings, parts: Parts, timeout_s: float) -> F
     return findings
 
 
-def _policies(gateway: GatewaySettings, parts: Parts, findings: Findings) -> None:
-    for role in ("policy", "canary", "shadow"):
-        chosen: PolicySettings | None = getattr(gateway, role)
-        if chosen is None:
-            continue
-        key = f"gateway.{role}"
-        try:
-            policy = parts.make_policy(chosen)
-        except ConfigError as exc:
-            findings.fail(key, exc.message, "`prfaas tune` writes policy files that load")
-        else:
-            findings.ok(key, f"{policy.name} loads")
-
-
 def _tenants(gateway: GatewaySettings, findings: Findings) -> None:
-    if gateway.tenants.file is None:
+    found = tenant_file(gateway.tenants, findings)
+    if found is None:
         return
-    try:
-        found = load_tenants(gateway.tenants.file)
-    except ConfigError as exc:
-        findings.fail("gateway.tenants.file", exc.message, "see docs/tenants.md")
-        return
-    findings.ok("gateway.tenants.file", f"{len(found.tenants)} tenants")
     if not any(tenant.admin for tenant in found.tenants):
         findings.warn(
             "gateway.tenants.file",
@@ -98,21 +87,13 @@ def _tenants(gateway: GatewaySettings, findings: Findings) -> None:
 
 
 def _tokenizer(gateway: GatewaySettings, findings: Findings) -> Tokenizer | None:
-    if gateway.tokenizer is None:
-        if gateway.peers and gateway.offload:
-            findings.warn(
-                "gateway.tokenizer",
-                "not set: only prompts that are token arrays can be offloaded",
-                "name the model's directory or GGUF file",
-            )
-        return None
-    try:
-        tokenizer = Tokenizer.load(gateway.tokenizer)
-    except PrfaasError as exc:
-        findings.fail("gateway.tokenizer", exc.message, "name the model's directory or GGUF file")
-        return None
-    findings.ok("gateway.tokenizer", f"{gateway.tokenizer} loads")
-    return tokenizer
+    if gateway.tokenizer is None and gateway.peers and gateway.offload:
+        findings.warn(
+            "gateway.tokenizer",
+            "not set: only prompts that are token arrays can be offloaded",
+            "name the model's directory or GGUF file",
+        )
+    return tokenizer_file(gateway.tokenizer, findings)
 
 
 async def _engine(

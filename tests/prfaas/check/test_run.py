@@ -18,6 +18,7 @@ from prfaas.codecs.calibration import Header, Measured, Rung
 from prfaas.quality import Quality
 from prfaas.settings import AgentSettings, EngineSettings, PrefillSettings, TlsSettings
 from prfaas.testing.dns_server import dns_server
+from prfaas.testing.tinymodel import make_tiny_model
 
 
 def said(findings: Findings, level: Level) -> dict[str, str]:
@@ -99,7 +100,8 @@ async def test_certificates_that_end_soon_or_do_not_fit_are_told(tmp_path: Path)
 
 def test_an_engine_without_a_model_and_one_with_nothing_to_say(tmp_path: Path) -> None:
     assert set(said(check_engine(EngineSettings()), Level.FAIL)) == {"engine.model"}
-    fine = EngineSettings(model=tmp_path, port_socket=tmp_path / "d.sock")
+    model = make_tiny_model(tmp_path / "model", layers=1)
+    fine = EngineSettings(model=model, port_socket=tmp_path / "d.sock")
     findings = check_engine(fine)
     assert said(findings, Level.FAIL) == {}
     assert said(findings, Level.WARN) == {}
