@@ -379,25 +379,40 @@ class AgentPeer(Section):
     instances: tuple[InstanceAddress, ...] = Field((), description="Prefill instances.")
 
 
-class AgentSettings(Section):
-    """`prfaas agent`: the agent beside a decode engine."""
+class EngineAgentSettings(Section):
+    """What an agent has at either side: its engine, its metrics and its codecs."""
 
-    name: str = Field("agent", description="Name of this agent.")
-    socket: Path = Field(Path("/tmp/prfaas-agent.sock"), description="KvPort unix socket.")
     engine: Literal["embedded", "vllm"] = Field(
         "embedded", description="Engine beside it; `vllm` is also asked over HTTP and ZMQ."
     )
     vllm: VllmSettings = Field(VllmSettings(), description="Where `engine` is `vllm`.")
-    host: str = Field("127.0.0.1", description="Watch listen address; loopback only without TLS.")
-    port: int = Field(8101, ge=0, le=65535, description="Watch listen port; 0 picks one.")
-    tls: TlsSettings | None = Field(
-        None, description="Mutual TLS of Watch and of the channels to P; none: loopback only."
+    ring_bytes: int = Field(64 << 20, gt=0, description="Shared memory for KV leaving the engine.")
+    codecs: tuple[CodecName, ...] = Field(
+        CODECS,
+        min_length=1,
+        description="Codecs this agent speaks, as far as it was built with them.",
+    )
+    codec_calibration: Path | None = Field(
+        None,
+        description="File from `prfaas calibrate-kv`, the same at D and P; none: exact codecs "
+        "alone.",
     )
     metrics_host: str = Field(
         "127.0.0.1", description="Prometheus listen address; plain HTTP that asks for nothing."
     )
     metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0: none.")
-    ring_bytes: int = Field(64 << 20, gt=0, description="Shared memory for KV leaving the engine.")
+
+
+class AgentSettings(EngineAgentSettings):
+    """`prfaas agent`: the agent beside a decode engine."""
+
+    name: str = Field("agent", description="Name of this agent.")
+    socket: Path = Field(Path("/tmp/prfaas-agent.sock"), description="KvPort unix socket.")
+    host: str = Field("127.0.0.1", description="Watch listen address; loopback only without TLS.")
+    port: int = Field(8101, ge=0, le=65535, description="Watch listen port; 0 picks one.")
+    tls: TlsSettings | None = Field(
+        None, description="Mutual TLS of Watch and of the channels to P; none: loopback only."
+    )
     staging_bytes: int = Field(
         512 << 20, gt=0, description="Shared memory for KV arriving for the engine."
     )
@@ -422,16 +437,6 @@ class AgentSettings(Section):
         10.0, gt=0, description="Idle time after which the link is probed."
     )
     codec_threads: int = Field(1, ge=1, description="Threads that decode.")
-    codecs: tuple[CodecName, ...] = Field(
-        CODECS,
-        min_length=1,
-        description="Codecs this agent speaks, as far as it was built with them.",
-    )
-    codec_calibration: Path | None = Field(
-        None,
-        description="File from `prfaas calibrate-kv`, the same at D and P; none: exact codecs "
-        "alone.",
-    )
     window_bytes: int = Field(
         64 << 20,
         ge=1 << 20,
@@ -449,40 +454,21 @@ class AgentSettings(Section):
     )
 
 
-class PrefillSettings(Section):
+class PrefillSettings(EngineAgentSettings):
     """`prfaas prefill`: the agent beside a prefill engine, and its gRPC service."""
 
     peer: str = Field("peer", description="Peer name.")
     instance: str = Field("prefill-0", description="Instance name.")
     socket: Path = Field(Path("/tmp/prfaas-prefill.sock"), description="KvPort unix socket.")
-    engine: Literal["embedded", "vllm"] = Field(
-        "embedded", description="Engine beside it; `vllm` is also asked over HTTP and ZMQ."
-    )
-    vllm: VllmSettings = Field(VllmSettings(), description="Where `engine` is `vllm`.")
     host: str = Field("127.0.0.1", description="Listen address; loopback only without TLS.")
     port: int = Field(8201, ge=0, le=65535, description="Listen port; 0 picks one.")
     tls: TlsSettings | None = Field(
         None, description="Mutual TLS of the service; none: loopback only."
     )
-    metrics_host: str = Field(
-        "127.0.0.1", description="Prometheus listen address; plain HTTP that asks for nothing."
-    )
-    metrics_port: int = Field(0, ge=0, le=65535, description="Prometheus port; 0: none.")
-    ring_bytes: int = Field(64 << 20, gt=0, description="Shared memory for KV leaving the engine.")
     retention_bytes: int = Field(
         1 << 30, gt=0, description="Encoded KV kept until it is acknowledged."
     )
     codec_threads: int = Field(1, ge=1, description="Threads that encode.")
-    codecs: tuple[CodecName, ...] = Field(
-        CODECS,
-        min_length=1,
-        description="Codecs this agent speaks, as far as it was built with them.",
-    )
-    codec_calibration: Path | None = Field(
-        None,
-        description="File from `prfaas calibrate-kv`, the same at D and P; none: exact codecs "
-        "alone.",
-    )
     congestion: str = Field(
         "bbr",
         description="TCP congestion control of connections to this agent, where the kernel has it; "

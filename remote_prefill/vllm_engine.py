@@ -16,7 +16,7 @@ import numpy as np
 from prfaas.clock import Clock
 from prfaas.errors import PrfaasError
 from prfaas.kvport import EngineConn
-from prfaas.settings import AgentSettings, PrefillSettings, VllmSettings
+from prfaas.settings import EngineAgentSettings, VllmSettings
 from prfaas_connect.port.messages import Hello, KvEvents, Stats
 from remote_prefill.vllm_events import Batch, Change, VllmIndex
 from remote_prefill.vllm_feed import EventStream
@@ -182,7 +182,7 @@ class VllmEngine:
             )
 
 
-def check_vllm(settings: PrefillSettings | AgentSettings) -> None:
+def check_vllm(settings: EngineAgentSettings) -> None:
     """Raise ConfigError where the settings name a vLLM whose events could not be read."""
     if settings.engine == "vllm" and settings.vllm.kv_events:
         _stream(settings.vllm, lambda batch: None, lambda reason: None).close()
@@ -197,7 +197,7 @@ def _stream(
 
 
 def vllm_beside(
-    settings: PrefillSettings | AgentSettings,
+    settings: EngineAgentSettings,
     conn: EngineConn,
     *,
     on_stats: Callable[[Stats | None], None],

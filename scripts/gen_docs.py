@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from collections.abc import Iterator
@@ -42,8 +43,8 @@ gateway:
 
 or, in the environment, `PRFAAS_GATEWAY__PORT=9000`. Command-line options win over the environment,
 which wins over the file, which wins over the defaults below. Unknown keys, wrong types and values
-out of range are errors that name the key. `prfaas config check FILE` checks a file and those that it
-names (policies, tenants, certificates, tokenizers, profiles, what is discovered), and
+out of range are errors that name the key. `prfaas config check FILE` checks a file and those that
+it names (policies, tenants, certificates, tokenizers, profiles, what is discovered), and
 `prfaas config schema` prints a JSON Schema that editors understand.
 """
 
@@ -192,11 +193,17 @@ def stale_pages() -> list[Path]:
 
 def _table(section: type[BaseModel], path: str) -> str:
     rows = ["| key | type | default | what it is |", "| --- | --- | --- | --- |"]
-    for name, info in section.model_fields.items():
+    for name, info in _own_first(section):
         for key, field, default in _rows(f"{path}.{name}", info, info.default):
             cells = (f"`{key}`", _type(field), _default(key, default), _cell(field.description))
             rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
+
+
+def _own_first(section: type[BaseModel]) -> list[tuple[str, FieldInfo]]:
+    """Fields of a section; what it has in common with others comes last."""
+    own = inspect.get_annotations(section)
+    return sorted(section.model_fields.items(), key=lambda field: field[0] not in own)
 
 
 def _rows(key: str, info: FieldInfo, default: Any) -> Iterator[tuple[str, FieldInfo, Any]]:
