@@ -1,9 +1,9 @@
 """Whole events past Python: what `gateway._events`, in C, does for streams where it was built.
 
-An engine's answer that is chunked plainly, each piece of it whole events, goes to its client
-without a parser, a splitter or a sink in between. Each piece that is not plain (cut chunks or
-events, extensions, [DONE], errors, the end) is left to those, as all are without the extension, and
-with `gateway.native_events: false`.
+Plain chunks of an engine's answer are taken apart here. Where each piece of it is whole events, it
+goes to its client without a parser, a splitter or a sink in between. What is not plain (cut
+chunks or events, extensions, [DONE], errors, the end) is left to those, as all are without the
+extension, and with `gateway.native_events: false`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ class Chunks(Protocol):
 
     def seen(self, data: bytes, /) -> None:
         """The parser reads this."""
+        ...
+
+    def unpack(self, data: bytes, /) -> tuple[bytes, bytes]:
+        """The payload of the whole plain chunks that it begins with, where a chunk begins, and what
+        is left for the parser.
+        """
         ...
 
 

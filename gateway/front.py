@@ -27,6 +27,7 @@ from gateway.client_head import (
 )
 from gateway.events import Channel, Gaps, native
 from gateway.generation import Generation
+from gateway.http1 import LAST_CHUNK
 from gateway.ids import Ids
 from gateway.job import Inbound
 from gateway.metrics import GatewayMetrics
@@ -442,14 +443,14 @@ class ClientConnection(asyncio.Protocol):
 class ClientStream:
     """The client's side of one streamed answer."""
 
-    __slots__ = ("_connection", "_head", "_request_id", "said", "started")
+    __slots__ = ("_connection", "_ended", "_head", "_request_id", "said", "started")
 
     def __init__(self, connection: ClientConnection, request_id: str) -> None:
         self._connection = connection
         self._request_id = request_id
         self._head = b""
         """Goes out with the first bytes that follow."""
-        self.started = self.said = False
+        self.started = self.said = self._ended = False
 
     def say(self, answer: WholeAnswer) -> None:
         """A whole answer instead of a stream."""
@@ -467,11 +468,11 @@ class ClientStream:
         )
         self.started = True
 
-    def put(self, data: bytes) -> bool:
-        if self._head:
-            head, self._head = self._head, b""
-            return self._connection.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
-        return self._connection.write(b"%x\r\n%b\r\n" % (len(data), data))
+    def put(self, data: bytes, last: bool = False) -> bool:
+        head, self._head = self._head, b""
+        self._ended = last
+        end = LAST_CHUNK if last else b""
+        return self._connection.write(b"%b%x\r\n%b\r\n%b" % (head, len(data), data, end))
 
     async def drain(self) -> None:
         await self._connection.drain()
@@ -480,7 +481,8 @@ class ClientStream:
         return self._connection.channel(gaps)
 
     async def end(self, complete: bool) -> None:
-        self._connection.write(self._head + b"0\r\n\r\n")
-        self._head = b""
+        if not self._ended:
+            self._connection.write(self._head + LAST_CHUNK)
+            self._head = b""
         if not complete:
             self._connection.close_after_writing()

@@ -332,7 +332,7 @@ class _ResponseSink:
         except ConnectionError as exc:
             raise Cancelled("the client went away") from exc
 
-    def put(self, data: bytes) -> bool:
+    def put(self, data: bytes, last: bool = False) -> bool:
         self._late += data  # aiohttp writes in coroutines only
         return True
 

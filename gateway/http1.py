@@ -23,6 +23,8 @@ FRAMING = frozenset({"host", "content-length", "transfer-encoding", "connection"
 PLAIN = frozenset({"content-type", "x-request-id", "traceparent", "accept", "user-agent"})
 """Names known to be names, which need no look."""
 NO_BODY = frozenset({204, 304})
+LAST_CHUNK = b"0\r\n\r\n"
+"""Without extensions and trailers."""
 MAX_KNOWN, MAX_KNOWN_BYTES = 64, 1024
 """So many heads are remembered of an engine, and none that is longer."""
 
@@ -100,11 +102,11 @@ class RequestLine:
 
 
 class KnownHead(NamedTuple):
-    """What llhttp made of the head of an answer with a length."""
+    """What llhttp made of the head of an answer with a length, or in chunks."""
 
     status: int
     headers: Headers
-    content_length: int
+    content_length: int | None
     keep_alive: bool
 
 
@@ -148,6 +150,7 @@ class ResponseParser:
         "_method",
         "_parser",
         "_quiet_bytes",
+        "_unread",
         "_until_eof",
         "body",
         "body_bytes",
@@ -168,6 +171,8 @@ class ResponseParser:
         self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
         self._fields: dict[str, str] = {}
         self._head_bytes = self._quiet_bytes = 0
+        self._unread = b""
+        """The head, where it is known and llhttp has not been told of it."""
         self._interim = self._keep_alive = self._until_eof = False
         self.heard = False
         """At least one byte arrived."""
@@ -209,6 +214,7 @@ class ResponseParser:
         assert self.rearmable
         self._method = method
         self._head_bytes = self._quiet_bytes = 0
+        self._unread = b""
         self._keep_alive = self._until_eof = self.heard = self.complete = False
         self.status = self.body_bytes = 0
         self.headers = self.content_length = self.chunks = None
@@ -220,17 +226,22 @@ class ResponseParser:
             # At an interim head, and where there is no head, what follows is no chunk.
             whole = data.find(b"\r\n\r\n") + 4
             head = known.get(data[:whole])
-            if head is not None and len(data) == whole + head.content_length:
-                self._take_known(head, data[whole:])
-                return
+            if head is not None and self._takes_known(head, data, whole):
+                if self.complete:
+                    return
+                data, whole = data[whole:], 0
         self.heard = True
         if self.complete or self._parser is None:
             # Blank lines are nothing, as they are before the next answer (RFC 9112, 2.2).
             self.excess = self.excess or bool(data.strip(b"\r\n"))
             return
-        pieces = len(self.body)
         if self.chunks is not None:
-            self.chunks.seen(data)
+            data = self._unpacked(self.chunks, data)
+            if not data:
+                return
+            if self._unread:
+                data, self._unread = self._unread + data, b""
+        pieces = len(self.body)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserCallbackError as exc:
@@ -240,28 +251,64 @@ class ResponseParser:
             if not self.complete:
                 raise ProtocolError(f"not HTTP/1.1: {exc}") from exc
             self.excess = True
-        if whole and native is not None and self.chunked:
-            self.chunks = native.Chunks()
-            self.chunks.seen(data[whole:])
+        if known is not None and whole:
+            self._keep(known, data, whole)
         if len(self.body) > pieces or self.complete:
             self._quiet_bytes = 0
-            length = self.content_length
-            # Of one that came whole, without an interim one before it.
-            fits = length is not None and len(data) == whole + length
-            if known is not None and whole and self.reusable and fits and length:
-                assert self.headers is not None
-                known.keep(data[:whole], KnownHead(self.status, self.headers, length, True))
             return
         self._quiet_bytes += len(data)
         if self._quiet_bytes > self._max_head_bytes:
             raise ProtocolError(f"over {self._max_head_bytes} bytes without a byte of a body")
 
-    def _take_known(self, head: KnownHead, body: bytes) -> None:
-        """llhttp is not told: it is where an answer begins, before and after."""
-        self.heard = self.complete = True
+    def _keep(self, known: KnownHeads, data: bytes, whole: int) -> None:
+        """The head that `data` begins with, for the next time, and where its chunks are."""
+        if self.headers is None:
+            return
+        length = self.content_length
+        if length is None:
+            if native is None or not self.chunked:
+                return
+            self.chunks = native.Chunks()
+            self.chunks.seen(data[whole:])
+            # Not that of an interim answer, nor one without a body.
+            keep = data.startswith(b"HTTP/1.1 %d " % self.status) and self.status not in NO_BODY
+        else:
+            # Of one that came whole, without an interim one before it.
+            keep = self.reusable and length > 0 and len(data) == whole + length
+        if keep:
+            head = KnownHead(self.status, self.headers, length, self._keep_alive)
+            known.keep(data[:whole], head)
+
+    def _takes_known(self, head: KnownHead, data: bytes, whole: int) -> bool:
+        """llhttp is not told: it is where an answer begins, before and after. False where it has to
+        look after all.
+        """
+        length = head.content_length
+        if length is None:
+            assert native is not None
+            self.chunks, self._unread = native.Chunks(), data[:whole]
+        elif len(data) != whole + length:
+            return False
+        else:
+            self.heard = self.complete = True
+            self.body.append(data[whole:])
+            self.body_bytes = length
         self.status, self.headers, self.content_length, self._keep_alive = head
-        self.body.append(body)
-        self.body_bytes = len(body)
+        return True
+
+    def _unpacked(self, chunks: Chunks, data: bytes) -> bytes:
+        """Take the whole chunks that it begins with; what is left for llhttp."""
+        payload, data = chunks.unpack(data)
+        if payload:
+            self.body.append(payload)
+            self.body_bytes += len(payload)
+            self._quiet_bytes = 0
+        if data == LAST_CHUNK and self._unread and chunks.between:
+            self.complete = True
+            return b""
+        if data:
+            chunks.seen(data)
+        return data
 
     def eof(self) -> None:
         """The connection ended. Raises ProtocolError where the answer had not."""
@@ -297,8 +344,8 @@ class ResponseParser:
 
     def on_headers_complete(self) -> None:
         parser = self._parser
-        if self.complete or parser is None:
-            return
+        if self.complete or self.headers is not None or parser is None:
+            return  # it is known
         status = parser.get_status_code()
         if (version := parser.get_http_version()) not in ("1.1", "1.0"):
             raise ProtocolError(f"HTTP version {version}")

@@ -152,6 +152,12 @@ class Connection(asyncio.Protocol):
         parser = self._parser
         return parser is None or bool(parser.body) or parser.complete or self._failure is not None
 
+    @property
+    def ended(self) -> bool:
+        """The body has come whole, and nothing of it is left to `take`."""
+        parser = self._parser
+        return parser is not None and parser.complete and not parser.body
+
     def more(self) -> asyncio.Future[None]:
         """Done when there is something new; one waits at a time."""
         self._waiter = self._loop.create_future()

@@ -123,13 +123,14 @@ class KeepaliveSink:
         finally:
             self._writing = False
 
-    def put(self, data: bytes) -> bool:
+    def put(self, data: bytes, last: bool = False) -> bool:
         self._said_at = self._loop.time()
         if self._comment is not None:  # it goes first
             self._late = data
             self._writing = True
         else:
-            self._writing = self._sink.put(data)
+            self._ended = last
+            self._writing = self._sink.put(data, last)
         return self._writing
 
     def channel(self, gaps: Gaps) -> Channel | None:

@@ -49,8 +49,10 @@ class ClientSink(Protocol):
         """Commit: status 200 and the headers go out."""
         ...
 
-    def put(self, data: bytes) -> bool:
-        """Write; True where `drain` has to be awaited before anything else."""
+    def put(self, data: bytes, last: bool = False) -> bool:
+        """Write; True where `drain` has to be awaited before anything else. `last`: all that may
+        follow is that `end` of a complete stream, which may go out with it.
+        """
         ...
 
     async def drain(self) -> None: ...
@@ -113,7 +115,12 @@ async def relay_stream(
         return refused
     on_events(splitter.events)
     await sink.start(headers)
-    await write(sink, held)
+
+    def put(whole: bytes) -> bool:
+        return sink.put(whole, splitter.done and response.ended and not splitter.failed)
+
+    if put(held):
+        await sink.drain()
     if splitter.done:
         on_done()
 
@@ -132,7 +139,7 @@ async def relay_stream(
         if splitter.events > seen:
             on_events(splitter.events - seen)
         single = splitter.events == seen + 1
-        slow = sink.put(whole)
+        slow = put(whole)
         if splitter.done and not slow:
             on_done()
         return slow
@@ -141,20 +148,25 @@ async def relay_stream(
         return pass_on(piece) or single
 
     try:
-        while piece := await response.next_piece():
-            if not pass_on(piece):
-                channel = sink.channel(gaps) if single and gaps is not None else None
-                if channel is None:
-                    may_open = gaps is not None and not single
-                    await response.follow(pass_on_until_single if may_open else pass_on)
-                else:
-                    channel.whole = splitter.between
-                    try:
-                        await response.follow(pass_on, channel)
-                    finally:
-                        slow = slow or not channel.open
-                        channel.close()
-                        channel = None
+        while True:
+            channel = sink.channel(gaps) if single and gaps is not None else None
+            if channel is None:
+                may_open = gaps is not None and not single
+                await response.follow(pass_on_until_single if may_open else pass_on)
+                if may_open and single and not slow:
+                    continue
+            else:
+                channel.whole = splitter.between
+                try:
+                    await response.follow(pass_on, channel)
+                finally:
+                    slow = slow or not channel.open
+                    channel.close()
+                    channel = None
+            if not slow:
+                if not (piece := await response.next_piece()):
+                    break
+                pass_on(piece)
             if slow:
                 await sink.drain()
                 slow = False

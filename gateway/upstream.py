@@ -33,6 +33,11 @@ class UpstreamResponse(Protocol):
     @property
     def headers(self) -> Mapping[str, str]: ...
 
+    @property
+    def ended(self) -> bool:
+        """All of the body has come, and whoever follows it or took a piece has the last of it."""
+        ...
+
     async def next_piece(self) -> bytes:
         """What arrived of the body since the last call; empty at its end. Nothing is read ahead
         beyond one socket buffer.
@@ -173,6 +178,10 @@ class _Exchange:
         if self._connection is not None:
             self._pool.give_back(self._connection)
             self._connection = None
+
+    @property
+    def ended(self) -> bool:
+        return self._connection is not None and self._connection.ended
 
     async def next_piece(self) -> bytes:
         connection = self._connection

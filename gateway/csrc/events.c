@@ -91,6 +91,57 @@ static PyObject *chunks_seen(PyObject *self, PyObject *data)
     Py_RETURN_NONE;
 }
 
+/* Whole plain chunks at the start of `p`: how many bytes they are, and of those how many payload. */
+static size_t whole_chunks(const char *p, size_t n, size_t *payload)
+{
+    size_t used = 0;
+    *payload = 0;
+    while (used < n) {
+        uint64_t size;
+        int line = size_line(p + used, n - used, &size);
+        if (line <= 0 || n - used - (size_t)line < size + 2)
+            break;
+        const char *end = p + used + line + size;
+        if (end[0] != '\r' || end[1] != '\n')
+            break;
+        used += (size_t)line + (size_t)size + 2;
+        *payload += (size_t)size;
+    }
+    return used;
+}
+
+/* Payload of whole chunks, one behind the other; the place after it. */
+static char *copy_payload(char *to, const char *p, size_t n)
+{
+    while (n) {
+        uint64_t size;
+        int line = size_line(p, n, &size);
+        memcpy(to, p + line, (size_t)size);
+        to += size, p += (size_t)line + size + 2, n -= (size_t)line + (size_t)size + 2;
+    }
+    return to;
+}
+
+static PyObject *chunks_unpack(PyObject *self, PyObject *data)
+{
+    char *p;
+    Py_ssize_t n;
+    size_t used = 0, total = 0;
+    if (PyBytes_Check(data)) {
+        if (PyBytes_AsStringAndSize(data, &p, &n) < 0)
+            return NULL;
+        if (between((Chunks *)self))
+            used = whole_chunks(p, (size_t)n, &total);
+    }
+    PyObject *payload = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)total);
+    if (!payload)
+        return NULL;
+    if (!used)
+        return Py_BuildValue("NO", payload, data);
+    copy_payload(PyBytes_AsString(payload), p, used);
+    return Py_BuildValue("Ny#", payload, p + used, n - (Py_ssize_t)used);
+}
+
 static PyObject *chunks_between(PyObject *self, void *closure)
 {
     return PyBool_FromLong(between((Chunks *)self));
@@ -113,24 +164,6 @@ typedef struct {
     char open, whole;
 } Channel;
 
-/* Bytes of payload in `data`; -1 where it is not whole plain chunks and nothing else. */
-static Py_ssize_t payload_bytes(const char *p, size_t n)
-{
-    Py_ssize_t total = 0;
-    while (n) {
-        uint64_t size;
-        int line = size_line(p, n, &size);
-        if (line <= 0 || n - (size_t)line < size + 2)
-            return -1;
-        p += line, n -= (size_t)line;
-        if (p[size] != '\r' || p[size + 1] != '\n')
-            return -1;
-        p += size + 2, n -= (size_t)size + 2;
-        total += (Py_ssize_t)size;
-    }
-    return total;
-}
-
 /* All of it as one chunk, as bytes; `payload` is where its payload begins. NULL for an error. */
 static PyObject *one_chunk(Py_ssize_t total, const char *p, size_t n, char **payload)
 {
@@ -145,12 +178,7 @@ static PyObject *one_chunk(Py_ssize_t total, const char *p, size_t n, char **pay
         *to++ = "0123456789abcdef"[(total >> (4 * (i - 1))) & 15];
     *to++ = '\r', *to++ = '\n';
     *payload = to;
-    while (n) {
-        uint64_t size;
-        int line = size_line(p, n, &size);
-        memcpy(to, p + line, (size_t)size);
-        to += size, p += (size_t)line + size + 2, n -= (size_t)line + (size_t)size + 2;
-    }
+    to = copy_payload(to, p, n);
     to[0] = '\r', to[1] = '\n';
     return bytes;
 }
@@ -247,17 +275,17 @@ static int take(Channel *self, Chunks *chunks, PyObject *data, double at)
         return LEFT;
     if (PyBytes_AsStringAndSize(data, &p, &n) < 0)
         return -1;
-    Py_ssize_t total = payload_bytes(p, (size_t)n);
-    if (total <= 0)
+    size_t total;
+    if (!n || whole_chunks(p, (size_t)n, &total) < (size_t)n)
         return LEFT;
     int can = writable(self);
     if (can <= 0)
         return can ? -1 : LEFT;
-    PyObject *bytes = one_chunk(total, p, (size_t)n, &payload);
+    PyObject *bytes = one_chunk((Py_ssize_t)total, p, (size_t)n, &payload);
     if (!bytes)
         return -1;
     int result = LEFT;
-    Py_ssize_t events = events_in(payload, (size_t)total);
+    Py_ssize_t events = events_in(payload, total);
     if (events >= 0) {
         self->said_at = at;
         result = write_out(self, events, bytes);
@@ -354,7 +382,11 @@ static PyObject *channel_new(PyTypeObject *type, PyObject *args, PyObject *kwarg
 
 /* --- the module --- */
 
-static PyMethodDef chunks_methods[] = {{"seen", chunks_seen, METH_O, NULL}, {0}};
+static PyMethodDef chunks_methods[] = {
+    {"seen", chunks_seen, METH_O, NULL},
+    {"unpack", chunks_unpack, METH_O, NULL},
+    {0},
+};
 static PyGetSetDef chunks_fields[] = {{"between", chunks_between, NULL, NULL, NULL}, {0}};
 static PyType_Slot chunks_slots[] = {
     {Py_tp_methods, chunks_methods},

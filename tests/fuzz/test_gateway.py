@@ -121,6 +121,10 @@ class _Answer:
     def __post_init__(self) -> None:
         self._left = [piece for piece in self.pieces if piece]
 
+    @property
+    def ended(self) -> bool:
+        return not self._left
+
     async def next_piece(self) -> bytes:
         return self._left.pop(0) if self._left else b""
 
@@ -143,7 +147,7 @@ class _Client:
     async def start(self, headers: Mapping[str, str]) -> None:
         self.started = True
 
-    def put(self, data: bytes) -> bool:
+    def put(self, data: bytes, last: bool = False) -> bool:
         assert self.started
         assert self.complete is None
         self.got += data

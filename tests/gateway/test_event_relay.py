@@ -54,7 +54,7 @@ class _Client:
     async def start(self, headers: Mapping[str, str]) -> None:
         self.started, self.headers = True, headers
 
-    def put(self, data: bytes) -> bool:
+    def put(self, data: bytes, last: bool = False) -> bool:
         assert self.started
         self.got += data
         return False

@@ -64,6 +64,21 @@ def test_it_knows_where_a_chunk_begins_and_only_there() -> None:
             assert followed.between == (at in starts)
 
 
+def test_whole_plain_chunks_are_taken_apart_and_the_rest_is_left() -> None:
+    rests = [b"", b"0\r\n\r\n", b"5", b"5\r\nhell", b"5\r\nhello\n\n", b"5;a\r\nhello\r\n", b"\r\n"]
+    for chunks in ([], [b"a"], [b"a" * 17, b"b", b"c" * 300]):
+        for rest in rests:
+            for size in ("x", "X", "04x"):
+                data = b"".join(chunk(each, size) for each in chunks) + rest
+                assert native.Chunks().unpack(data) == (b"".join(chunks), rest)
+    inside = native.Chunks()
+    inside.seen(b"5\r\nhel")
+    assert inside.unpack(b"lo\r\n" + chunk(b"a")) == (b"", b"lo\r\n" + chunk(b"a"))
+    assert native.Chunks().unpack(bytearray(chunk(b"a"))) == (b"", bytearray(chunk(b"a")))
+    with pytest.raises(TypeError):
+        native.Chunks().unpack()
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -285,7 +300,7 @@ class Sink:
         self.taken += 1
         self.write(data)
 
-    def put(self, data: bytes) -> bool:
+    def put(self, data: bytes, last: bool = False) -> bool:
         self.write(chunk(data))
         return self._slow
 

@@ -1,5 +1,7 @@
 """HTTP/1.1 without I/O: any cut of an answer reads the same, an ambiguous one is not read."""
 
+import random
+
 import pytest
 
 from gateway.http1 import MAX_KNOWN, Headers, KnownHeads, ResponseParser, request_head
@@ -126,6 +128,36 @@ def test_a_head_that_was_read_before_is_no_way_round_the_rules() -> None:
         short.eof()
     assert read(head, method="HEAD", known=known).complete
     assert not read(head, method="HEAD", known=known).body
+
+
+def outcome(pieces: list[bytes], known: KnownHeads | None) -> tuple[object, ...]:
+    """What comes of an answer that ends with its connection."""
+    parser = ResponseParser("POST", 4096, known)
+    try:
+        for piece in pieces:
+            parser.feed(piece)
+        parser.eof()
+    except ProtocolError as exc:
+        return (exc.message, *told(parser)[:4])
+    return told(parser)
+
+
+def test_chunks_after_a_head_that_was_read_before_read_the_same() -> None:
+    """Whatever they are, and however they come."""
+    rng = random.Random(11)
+    parts = [
+        b"5\r\nhello\r\n", b"00A\r\nhellohello\r\n", b"1;a=b\r\n!\r\n", b"0\r\n\r\n",
+        b"0\r\nx: y\r\n\r\n", b"5\r\nhell", b"zz\r\n", b"1\nx\n", b"\r\n", b"x",
+    ]  # fmt: skip
+    known = KnownHeads()
+    read(CHUNKED + b"1\r\na\r\n0\r\n\r\n", known=known)
+    for _ in range(500):
+        rest = b"".join(rng.choices(parts, [6, 4, 1, 3, 1, 1, 1, 1, 1, 1], k=rng.randrange(6)))
+        data = CHUNKED + rest
+        cuts = sorted(rng.sample(range(len(CHUNKED), len(data) + 1), min(len(rest), 3)))
+        ends = zip([0, *cuts], [*cuts, len(data)], strict=True)
+        pieces = [data[a:b] for a, b in ends if a < b]
+        assert outcome(pieces, known) == outcome(pieces, None), pieces
 
 
 def test_few_heads_are_remembered() -> None:

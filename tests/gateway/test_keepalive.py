@@ -43,7 +43,7 @@ class Client:
         assert not self.started
         self.started, self.headers = True, headers
 
-    def put(self, data: bytes) -> bool:
+    def put(self, data: bytes, last: bool = False) -> bool:
         assert self.started
         assert not self.ended
         assert not self.writing, "two writes at once"

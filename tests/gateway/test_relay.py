@@ -32,6 +32,10 @@ class Scripted:
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=lambda: dict(HEADERS))
 
+    @property
+    def ended(self) -> bool:
+        return not self.pieces
+
     async def next_piece(self) -> bytes:
         await asyncio.sleep(0)
         piece = self.pieces.pop(0) if self.pieces else b""
@@ -63,14 +67,16 @@ class Sink:
         self.got = b""
         self.writes = self.drains = 0
         self.complete: bool | None = None
-        self.done = False
+        self.done = self.last = False
         self._gone_after = gone_after
 
     async def start(self, headers: Mapping[str, str]) -> None:
         self.started, self.headers = True, headers
 
-    def put(self, data: bytes) -> bool:
+    def put(self, data: bytes, last: bool = False) -> bool:
         assert self.started
+        assert not self.last
+        self.last = last
         if self.writes >= self._gone_after:
             raise Cancelled("the client went away")
         self.writes += 1
@@ -86,6 +92,7 @@ class Sink:
         self.drains += 1
 
     async def end(self, complete: bool) -> None:
+        assert complete or not self.last
         self.complete = complete
 
 
