@@ -60,14 +60,15 @@ class Breaker:
 
     @property
     def allows(self) -> bool:
-        state = self.state
-        if state is not BreakerState.TRIAL:
-            return state is BreakerState.CLOSED
+        if self._opened_at is None:
+            return True
+        if self.state is BreakerState.OPEN:
+            return False
         return self._trial_at is None or self._clock.now() - self._trial_at > TRIAL_S
 
     def sent(self) -> None:
         """A request goes there: where the breaker waits for a trial, this is it."""
-        if self.state is BreakerState.TRIAL:
+        if self._opened_at is not None and self.state is BreakerState.TRIAL:
             self._trial_at = self._clock.now()
 
     def unjudged(self) -> None:

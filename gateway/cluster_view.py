@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+import msgspec
 
 from gateway.breakers import Breakers
 from gateway.neighbours import Neighbours
@@ -36,6 +38,8 @@ MAX_UNFED = 256
 """Snapshots without any telemetry that are kept to be used again."""
 
 UNCONNECTED = EngineInfo(name="")
+UNKNOWN_LOAD = EngineLoad()
+_NO_LINK = LinkState(age_s=NEVER)
 
 
 @dataclass(slots=True)
@@ -47,10 +51,18 @@ class Feed:
     connected: bool = False
     heard_at: float | None = None
     engine: EngineInfo = UNCONNECTED
+    load: EngineLoad = UNKNOWN_LOAD
+    """As the engine tells it; decisions need it with what was sent since, and its age."""
+    curve: PrefillCurve = UNKNOWN_CURVE
+    prefills: bool = False
+    decodes: bool = False
+    """It is ready to."""
     agent: str = ""
     """As the agent calls itself."""
     links: dict[tuple[str, str], LinkInfo] = field(default_factory=dict)
     """D's view, by peer and instance."""
+    link_states: dict[tuple[str, str], LinkState] = field(default_factory=dict)
+    """The same as decisions need it, but for what changes from one to the next."""
     served_links: dict[str, LinkInfo] = field(default_factory=dict)
     """P's view, by the D agent at the other end."""
     reconnects: int = 0
@@ -60,6 +72,40 @@ class Feed:
 
     def age_s(self, now: float) -> float:
         return NEVER if self.heard_at is None else now - self.heard_at
+
+    def tells(self, info: EngineInfo) -> None:
+        """Its engine is so now."""
+        self.engine = info
+        self.load = EngineLoad(
+            queue_tokens=info.queue_tokens,
+            # Who waits for KV alone is ahead of nobody who waits for an engine to compute.
+            waiting=max(0, info.waiting - info.waiting_kv),
+            running=info.running,
+            context_tokens=info.context_tokens,
+            free_blocks=info.free_blocks,
+            total_blocks=info.total_blocks,
+            decode_step_s=info.decode_step_s,
+            draining=info.draining,
+        )
+        # A chunk size of 0, which a broken agent may send, is no curve.
+        self.curve = info.curve if info.curve.chunk_tokens > 0 else UNKNOWN_CURVE
+        self.prefills = info.ready and "prefill" in info.roles
+        self.decodes = info.ready and "decode" in info.roles
+
+    def tells_links(self, links: Sequence[LinkInfo]) -> None:
+        """All its links are so now."""
+        self.links = {(k.peer, k.instance): k for k in links if not k.agent}
+        self.link_states = {name: _link_state(link) for name, link in self.links.items()}
+        self.served_links = {k.agent: k for k in links if k.agent}
+
+
+class _Peer(msgspec.Struct, frozen=True):
+    """One instance of a peer as decisions need it, each time."""
+
+    name: tuple[str, str]
+    """Of the peer, and its own."""
+    place: str
+    link_class: LinkClass
 
 
 class ClusterView:
@@ -88,6 +134,8 @@ class ClusterView:
         self.feeds: dict[str, Feed] = {}
         self._unfed_known: dict[tuple[str, int, int, int], Snapshot] = {}
         self._watched: frozenset[str] = frozenset()
+        self._remotes: tuple[_Peer, ...] = ()
+        self._block_sizes: frozenset[int] = frozenset()
         self.members(settings.engines, settings.peers)
 
     @property
@@ -123,8 +171,13 @@ class ClusterView:
             if place not in self.feeds:
                 self.feeds[place] = Feed(place, address)
         self._engines, self._peers = engines, peers
+        self._remotes = tuple(
+            _Peer((peer.peer, peer.instance), place_of(peer), LinkClass(peer.link_class))
+            for peer in peers
+        )
         self._watched = frozenset(e.name for e in (*leaving, *engines) if e.agent is not None)
         self._unfed_known.clear()
+        self._note_block_sizes()
 
     def update(self, place: str, update: WatchUpdate, age_s: float = 0.0) -> tuple[Outcome, ...]:
         """Take in one Watch event of the agent at `place`, heard so long ago; returns the outcomes
@@ -136,17 +189,17 @@ class ClusterView:
         feed.connected, feed.heard_at = True, now
         feed.agent = update.agent or feed.agent
         if update.full:
-            feed.engine = UNCONNECTED
+            feed.tells(UNCONNECTED)
         if update.full or update.links:
             paired_before = _paired(feed)
-            feed.links = {(k.peer, k.instance): k for k in update.links if not k.agent}
+            feed.tells_links(update.links)
             for peer, instance in _paired(feed) - paired_before:
                 # The pair has just been probed, with KV that came whole.
                 self.breakers.works(place, f"{peer}/{instance}")
-            feed.served_links = {k.agent: k for k in update.links if k.agent}
         before = feed.engine
         for info in update.engines:
-            feed.engine = info
+            feed.tells(info)
+        self._note_block_sizes()
         self.index.update(place, update)
         is_d = place in self._watched
         if is_d and _load_changed(before, feed.engine):
@@ -169,7 +222,7 @@ class ClusterView:
 
     def block_sizes(self) -> frozenset[int]:
         """Block sizes of all engines heard of, for which a prompt needs a hash chain."""
-        return frozenset(f.engine.block_tokens for f in self.feeds.values()) - {0}
+        return self._block_sizes
 
     def served_link(self, engine: str, peer: PeerEndpoint) -> LinkInfo | None:
         """P's view of its link to the agent of `engine`; None while it has not told any."""
@@ -189,7 +242,7 @@ class ClusterView:
         return Snapshot(
             local=self._local(engine, chains, now),
             remotes=tuple(
-                [self._remote(peer, engine, d_feed, chains, now) for peer in self._peers]
+                [self._remote(peer, engine, d_feed, chains, now) for peer in self._remotes]
             ),
             token_bytes=d_feed.engine.token_bytes if d_feed is not None else 0,
             max_age_s=self._limits.watch_stale_s,
@@ -206,8 +259,12 @@ class ClusterView:
         known = feed.engine.waiting_kv if feed is not None else 0
         return known + self._unshown(engine).transfers
 
+    def _note_block_sizes(self) -> None:
+        self._block_sizes = frozenset([f.engine.block_tokens for f in self.feeds.values()]) - {0}
+
     def _unshown(self, place: str) -> Unshown:
-        return self.neighbours.unshown(place, self.sent.unshown(place))
+        own = self.sent.unshown(place)
+        return self.neighbours.unshown(place, own) if self.neighbours.members else own
 
     def _unfed(self, engine: str, fallback_free_tokens: int) -> Snapshot:
         """Where no agent tells anything, snapshots repeat, and one is made once."""
@@ -225,74 +282,57 @@ class ClusterView:
         return known
 
     def _local(self, name: str, chains: Chains, now: float) -> LocalEngine:
-        feed = self.feeds.get(name)
+        feed, unshown = self.feeds.get(name), self._unshown(name)
         if feed is None:  # an OpenAI server without our connector: it is never offloaded from
-            unshown = self._unshown(name)
             load = EngineLoad(sent_tokens=unshown.tokens, sent_requests=unshown.requests)
             return LocalEngine(name, load, UNKNOWN_CURVE, 0, offload_ready=False)
-        info, load = feed.engine, self._load(feed, now)
-        if not feed.connected:
-            # Beside us, so its agent is gone: what would be sent to it now, nobody fetches.
-            load = replace(load, age_s=NEVER)
+        # Beside us, so where it is not connected its agent is gone: what would be sent to it now,
+        # nobody fetches.
+        age_s = feed.age_s(now) if feed.connected else NEVER
+        free_bytes = feed.engine.free_staging_bytes - unshown.staged_bytes
         return LocalEngine(
-            name=name,
-            load=load,
-            curve=curve_of(info),
-            matched_tokens=self._matched(feed, chains),
-            free_staging_bytes=max(0, info.free_staging_bytes - self._unshown(name).staged_bytes),
-            offload_ready=info.ready and _has_role(info, "decode"),
+            name,
+            _load(feed, unshown, age_s),
+            feed.curve,
+            self._matched(feed, chains),
+            free_staging_bytes=free_bytes if free_bytes > 0 else 0,
+            offload_ready=feed.decodes,
         )
 
     def _remote(
-        self, peer: PeerEndpoint, engine: str, d_feed: Feed | None, chains: Chains, now: float
+        self, peer: _Peer, engine: str, d_feed: Feed | None, chains: Chains, now: float
     ) -> RemoteInstance:
-        feed = self.feeds[place_of(peer)]
-        info = feed.engine
-        link = d_feed.links.get((peer.peer, peer.instance)) if d_feed is not None else None
-        unshown = self._unshown(feed.place)
+        feed, unshown = self.feeds[peer.place], self._unshown(peer.place)
+        link, state = None, _NO_LINK
+        if d_feed is not None and (link := d_feed.links.get(peer.name)) is not None:
+            state = msgspec.structs.replace(
+                d_feed.link_states[peer.name],
+                in_flight_bytes=link.in_flight_bytes + unshown.wire_bytes,
+                age_s=d_feed.age_s(now) + link.age_s,
+            )
+        if self.neighbours.members:
+            state = self.neighbours.measured(*peer.name, state, now)
+        free_bytes = feed.engine.free_retention_bytes - unshown.raw_bytes
         return RemoteInstance(
-            peer=peer.peer,
-            instance=peer.instance,
-            link_class=LinkClass(peer.link_class),
-            load=self._load(feed, now),
-            curve=curve_of(info),
-            matched_tokens=self._matched(feed, chains),
-            link=self.neighbours.measured(
-                peer.peer,
-                peer.instance,
-                _link_state(link, d_feed, unshown.wire_bytes, now),
-                now,
-            ),
-            free_retention_bytes=max(0, info.free_retention_bytes - unshown.raw_bytes),
-            ready=info.ready
-            and _has_role(info, "prefill")
+            *peer.name,
+            peer.link_class,
+            _load(feed, unshown, feed.age_s(now)),
+            feed.curve,
+            self._matched(feed, chains),
+            state,
+            free_retention_bytes=free_bytes if free_bytes > 0 else 0,
+            ready=feed.prefills
             and link is not None
             and link.ready
-            and self.breakers.allows_remote(engine, feed.place),
-        )
-
-    def _load(self, feed: Feed, now: float) -> EngineLoad:
-        info, unshown = feed.engine, self._unshown(feed.place)
-        return EngineLoad(
-            queue_tokens=info.queue_tokens,
-            # Who waits for KV alone is ahead of nobody who waits for an engine to compute.
-            waiting=max(0, info.waiting - info.waiting_kv),
-            running=info.running,
-            context_tokens=info.context_tokens,
-            free_blocks=info.free_blocks,
-            total_blocks=info.total_blocks,
-            decode_step_s=info.decode_step_s,
-            sent_tokens=unshown.tokens,
-            sent_requests=unshown.requests,
-            draining=info.draining,
-            age_s=feed.age_s(now),
+            and self.breakers.allows_remote(engine, peer.place),
         )
 
     def _matched(self, feed: Feed, chains: Chains) -> int:
         info = feed.engine
-        if not self.index.known(feed.place, info.epoch):
+        chain = chains.get(info.block_tokens)
+        if not chain or not self.index.known(feed.place, info.epoch):
             return 0
-        return self.index.match(feed.place, chains.get(info.block_tokens, ())) * info.block_tokens
+        return self.index.match(feed.place, chain) * info.block_tokens
 
     def _warn_once(self, feed: Feed, now: float) -> None:
         """Say what keeps D's requests from being offloaded, once for each start of the engine."""
@@ -319,11 +359,6 @@ def place_of(peer: PeerEndpoint) -> str:
     return f"{peer.peer}/{peer.instance}"
 
 
-def curve_of(info: EngineInfo) -> PrefillCurve:
-    """The engine's curve; a chunk size of 0, which a broken agent may send, is no curve."""
-    return info.curve if info.curve.chunk_tokens > 0 else UNKNOWN_CURVE
-
-
 def _paired(feed: Feed) -> set[tuple[str, str]]:
     """Instances to which its links are ready."""
     return {name for name, link in feed.links.items() if link.ready}
@@ -341,21 +376,17 @@ def _load_changed(before: EngineInfo, after: EngineInfo) -> bool:
     )
 
 
-def _has_role(info: EngineInfo, role: str) -> bool:
-    return role in info.roles
+def _load(feed: Feed, unshown: Unshown, age_s: float) -> EngineLoad:
+    return msgspec.structs.replace(
+        feed.load, sent_tokens=unshown.tokens, sent_requests=unshown.requests, age_s=age_s
+    )
 
 
-def _link_state(
-    link: LinkInfo | None, d_feed: Feed | None, unshown_wire_bytes: int, now: float
-) -> LinkState:
-    if link is None or d_feed is None:
-        return LinkState(age_s=NEVER)
+def _link_state(link: LinkInfo) -> LinkState:
     return LinkState(
         goodput_bytes_per_s=link.goodput_bytes_per_s,
         rtt_s=link.rtt_s,
-        in_flight_bytes=link.in_flight_bytes + unshown_wire_bytes,
         wire_ratio=link.wire_ratio if link.wire_ratio > 0 else 1.0,
-        age_s=d_feed.age_s(now) + link.age_s,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec import UNSET
+from msgspec import UNSET, Raw
 
 from gateway.admission import RETRY_AFTER_S, FallbackBudget
 from gateway.cluster_view import ClusterView
@@ -12,7 +12,7 @@ from prfaas.errors import PrefillUnavailable
 from prfaas.limits import Limits
 from prfaas.settings import GatewaySettings
 from prfaas.snapshot import Decision, Snapshot, Target
-from prfaas.transfer import PARAMS_VERSION, PlanStep, TransferParams, sign
+from prfaas.transfer import PARAMS_VERSION, PlanStep, Signer, TransferParams
 
 
 class Dispatcher:
@@ -26,15 +26,17 @@ class Dispatcher:
         budget: FallbackBudget,
         clock: Clock,
     ) -> None:
-        self._settings = settings
-        self._limits = limits
-        self._key = settings.transfer_key.get_secret_value().encode()
+        self._ttl_s = settings.transfer_ttl_s
+        self._rejects = settings.on_failure == "reject"
+        self._deadline_s = min(limits.transfer_timeout_s, limits.request_timeout_s)
+        self._signer = Signer(settings.transfer_key.get_secret_value().encode())
         self._view = view
         self._budget = budget
         self._clock = clock
 
-    def dispatch(self, record: RequestRecord, salt: str, tenant: str = "") -> TransferParams | None:
-        """Account for a decided request; the parameters for D's agent where it is to be offloaded.
+    def dispatch(self, record: RequestRecord, salt: str, tenant: str = "") -> Raw | None:
+        """Account for a decided request; the parameters for D's agent, in JSON, where it is to be
+        offloaded.
 
         Raises PrefillUnavailable where the policy insists on remote, no instance can take the
         request and `on_failure` forbids D (case 2).
@@ -43,7 +45,7 @@ class Dispatcher:
         assert decision is not None
         assert snapshot is not None
         if not decision.plan:
-            if decision.target is Target.REMOTE and self._settings.on_failure == "reject":
+            if decision.target is Target.REMOTE and self._rejects:
                 raise PrefillUnavailable(
                     f"no prefill instance can take this request ({decision.reason.value}) and "
                     "on_failure is reject",
@@ -57,7 +59,7 @@ class Dispatcher:
         record.transfer_id = record.key
         record.on_failure = self._on_failure(record.key, decision)
         self._count_sent(record.key, decision, snapshot)
-        return sign(self._params(record, decision, salt, tenant), self._key)
+        return self._signer.signed(self._params(record, decision, salt, tenant))
 
     def relayed(self, record: RequestRecord, params: TransferParams) -> None:
         """A trusted client decided and signed itself: only the books are kept."""
@@ -72,7 +74,7 @@ class Dispatcher:
         self._budget.finish(record.key)
 
     def _on_failure(self, transfer_id: str, decision: Decision) -> str:
-        if self._settings.on_failure == "reject":
+        if self._rejects:
             return "reject"
         granted = self._budget.grant(transfer_id, decision.uncached_tokens)
         return "local" if granted else "reject"
@@ -83,30 +85,25 @@ class Dispatcher:
         return TransferParams(
             version=PARAMS_VERSION,
             transfer_id=record.transfer_id,
-            plan=tuple(PlanStep(peer, instance) for peer, instance in decision.plan),
+            plan=tuple([PlanStep(peer, instance) for peer, instance in decision.plan]),
             on_failure=record.on_failure,
             quality=record.kv_quality,
-            deadline_s=min(self._limits.transfer_timeout_s, self._limits.request_timeout_s),
+            deadline_s=self._deadline_s,
             salt=salt,
-            expires=self._clock.wall() + self._settings.transfer_ttl_s,
+            expires=self._clock.wall() + self._ttl_s,
             tenant=tenant,
             traceparent=record.trace.traceparent if record.trace is not None else UNSET,
         )
 
     def _count_sent(self, key: str, decision: Decision, snapshot: Snapshot) -> None:
         peer, instance = decision.plan[0]
-        self._view.breakers.sent_remote(snapshot.local.name, f"{peer}/{instance}")
-        remote = next(
-            (r for r in snapshot.remotes if (r.peer, r.instance) == (peer, instance)), None
-        )
-        ratio = remote.link.wire_ratio if remote is not None else 1.0
+        engine, place = snapshot.local.name, f"{peer}/{instance}"
+        self._view.breakers.sent_remote(engine, place)
+        ratio = 1.0
+        for remote in snapshot.remotes:
+            if remote.instance == instance and remote.peer == peer:
+                ratio = remote.link.wire_ratio
         raw_bytes = snapshot.token_bytes * decision.uncached_tokens
         self._view.sent.add_remote(
-            key,
-            snapshot.local.name,
-            f"{peer}/{instance}",
-            decision.uncached_tokens,
-            raw_bytes,
-            round(raw_bytes / ratio),
-            self._clock.now(),
+            key, engine, place, decision.uncached_tokens, raw_bytes, round(raw_bytes / ratio)
         )

@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from prfaas.errors import InvalidRequest
-from prfaas.transfer import TransferParams
 
 T = TypeVar("T")
 
@@ -246,7 +245,7 @@ def top_level(body: bytes) -> dict[str, msgspec.Raw]:
 
 def rewrite(
     parsed: ParsedRequest,
-    transfer: TransferParams | Mapping[str, Any] | None,
+    transfer: Mapping[str, Any] | msgspec.Raw | None,
     cache_salt: str | None,
 ) -> bytes:
     """The body for the engine: the client's, less its transfer fields, with ours.

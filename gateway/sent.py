@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 
 @dataclass(slots=True)
@@ -21,15 +22,20 @@ class Unshown:
     staged_bytes: int = 0
 
 
-@dataclass(slots=True)
-class _Entry:
+class _Local(msgspec.Struct):
+    engine: str
+    tokens: int
+    at: float
+
+
+class _Remote(msgspec.Struct):
+    engine: str
     place: str
     tokens: int
     raw_bytes: int
     wire_bytes: int
-    at: float
-    engine: str = ""
-    """Where the bytes go to."""
+    shown_by_p: bool = False
+    shown_by_d: bool = False
 
 
 _NOTHING = Unshown()
@@ -47,15 +53,19 @@ class SentLedger:
     def __init__(self, settle_s: float) -> None:
         """`settle_s`: a load report this much younger than a local dispatch includes it."""
         self._settle_s = settle_s
-        self._tokens: dict[str, _Entry] = {}
-        self._bytes: dict[str, _Entry] = {}
-        self._local: dict[str, _Entry] = {}
-        self._sums: dict[str, Unshown] = defaultdict(Unshown)
+        self._local: dict[str, _Local] = {}
+        self._remote: dict[str, _Remote] = {}
+        self._sums: dict[str, Unshown] = {}
         self.on_change: Callable[[], None] | None = None
         """Called whenever sums change."""
 
     def add_local(self, key: str, engine: str, tokens: int, now: float) -> None:
-        self._add(self._local, key, _Entry(engine, tokens, 0, 0, now))
+        self.finish(key)
+        self._local[key] = _Local(engine, tokens, now)
+        sums = self._at(engine)
+        sums.tokens += tokens
+        sums.requests += 1
+        self._changed()
 
     def add_remote(
         self,
@@ -65,81 +75,112 @@ class SentLedger:
         tokens: int,
         raw_bytes: int,
         wire_bytes: int,
-        now: float,
     ) -> None:
         """For `engine`; `place` is `peer/instance`, the first of the plan."""
-        self._add(self._tokens, key, _Entry(place, tokens, 0, 0, now))
-        self._add(self._bytes, key, _Entry(place, 0, raw_bytes, wire_bytes, now, engine))
+        self.finish(key)
+        self._remote[key] = _Remote(engine, place, tokens, raw_bytes, wire_bytes)
+        at_p = self._at(place)
+        at_p.tokens += tokens
+        at_p.requests += 1
+        at_p.raw_bytes += raw_bytes
+        at_p.wire_bytes += wire_bytes
+        at_d = self._at(engine)
+        at_d.transfers += 1
+        at_d.staged_bytes += raw_bytes
+        self._changed()
 
     def shown_by_p(self, key: str) -> None:
-        self._remove(self._tokens, key)
+        sent = self._remote.get(key)
+        if sent is None or sent.shown_by_p:
+            return
+        self._over_at_p(sent)
+        if sent.shown_by_d:
+            del self._remote[key]
+        sent.shown_by_p = True
+        self._changed()
 
     def shown_by_d(self, key: str) -> None:
-        self._remove(self._bytes, key)
+        sent = self._remote.get(key)
+        if sent is None or sent.shown_by_d:
+            return
+        self._over_at_d(sent)
+        if sent.shown_by_p:
+            del self._remote[key]
+        sent.shown_by_d = True
+        self._changed()
 
     def is_shown(self, key: str) -> bool:
         """The place that is to prefill it has told of it, so its load includes it."""
-        return key not in self._tokens and key not in self._local
+        sent = self._remote.get(key)
+        return key not in self._local and (sent is None or sent.shown_by_p)
 
     def only_d_knows(self, key: str) -> bool:
         """D's agent has named this transfer, and P's has not."""
-        return key in self._tokens and key not in self._bytes
+        sent = self._remote.get(key)
+        return sent is not None and sent.shown_by_d
 
     def load_reported(self, engine: str, now: float) -> None:
         """D reported its load: what was sent well before is in it."""
         old = [
             key
-            for key, entry in self._local.items()
-            if entry.place == engine and entry.at <= now - self._settle_s
+            for key, sent in self._local.items()
+            if sent.engine == engine and sent.at <= now - self._settle_s
         ]
         for key in old:
-            self._remove(self._local, key)
+            self.finish(key)
 
     def finish(self, key: str) -> None:
         """The prefill is over, wherever it ran."""
-        if key in self._local:
-            self._remove(self._local, key)
-        if key in self._tokens:
-            self._remove(self._tokens, key)
-        if key in self._bytes:
-            self._remove(self._bytes, key)
+        local = self._local.pop(key, None)
+        if local is not None:
+            sums = self._sums[local.engine]
+            sums.tokens -= local.tokens
+            sums.requests -= 1
+            self._forget_nothing(local.engine, sums)
+        remote = self._remote.pop(key, None)
+        if remote is not None:
+            if not remote.shown_by_p:
+                self._over_at_p(remote)
+            if not remote.shown_by_d:
+                self._over_at_d(remote)
+        if local is not None or remote is not None:
+            self._changed()
 
     def unshown(self, place: str) -> Unshown:
-        return self._sums.get(place) or _NOTHING
+        return self._sums.get(place, _NOTHING)
 
     def sums(self) -> Mapping[str, Unshown]:
         """Of all places where anything is."""
         return self._sums
 
     def __len__(self) -> int:
-        return len(self._tokens.keys() | self._bytes.keys() | self._local.keys())
+        return len(self._remote) + len(self._local)
 
-    def _add(self, table: dict[str, _Entry], key: str, entry: _Entry) -> None:
-        if key in table:
-            self._remove(table, key)
-        table[key] = entry
-        self._sum(table, entry, 1)
+    def _at(self, place: str) -> Unshown:
+        sums = self._sums.get(place)
+        if sums is None:
+            sums = self._sums[place] = Unshown()
+        return sums
 
-    def _remove(self, table: dict[str, _Entry], key: str) -> None:
-        entry = table.pop(key, None)
-        if entry is not None:
-            self._sum(table, entry, -1)
+    def _over_at_p(self, sent: _Remote) -> None:
+        sums = self._sums[sent.place]
+        sums.tokens -= sent.tokens
+        sums.requests -= 1
+        self._forget_nothing(sent.place, sums)
 
-    def _sum(self, table: dict[str, _Entry], entry: _Entry, sign: int) -> None:
-        sums = self._sums[entry.place]
-        sums.tokens += sign * entry.tokens
-        sums.raw_bytes += sign * entry.raw_bytes
-        sums.wire_bytes += sign * entry.wire_bytes
-        if table is self._bytes:
-            at_d = self._sums[entry.engine]
-            at_d.transfers += sign
-            at_d.staged_bytes += sign * entry.raw_bytes
-        else:
-            sums.requests += sign
+    def _over_at_d(self, sent: _Remote) -> None:
+        at_p, at_d = self._sums[sent.place], self._sums[sent.engine]
+        at_p.raw_bytes -= sent.raw_bytes
+        at_p.wire_bytes -= sent.wire_bytes
+        at_d.transfers -= 1
+        at_d.staged_bytes -= sent.raw_bytes
+        self._forget_nothing(sent.place, at_p)
+        self._forget_nothing(sent.engine, at_d)
+
+    def _forget_nothing(self, place: str, sums: Unshown) -> None:
+        if not sums.requests and not sums.transfers and sums == _NOTHING:
+            del self._sums[place]
+
+    def _changed(self) -> None:
         if self.on_change is not None:
             self.on_change()
-        if sign > 0:
-            return
-        for place in (entry.place, entry.engine) if entry.engine else (entry.place,):
-            if self._sums[place] == _NOTHING:
-                del self._sums[place]

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from gateway.admission import Admission
 from gateway.breakers import BreakerInfo
-from gateway.cluster_view import NEVER, ClusterView, Feed, curve_of, place_of
+from gateway.cluster_view import NEVER, ClusterView, Feed, place_of
 from gateway.dashboard.messages import (
     Latency,
     Link,
@@ -32,7 +32,7 @@ from gateway.records import RecordBook, RequestRecord
 from gateway.state.metrics import StateSource
 from prfaas.clock import Clock
 from prfaas.settings import GatewaySettings, PeerEndpoint
-from prfaas.telemetry import EngineInfo
+from prfaas.snapshot import PrefillCurve
 
 WINDOW_S = 300.0
 WINDOW_REQUESTS = 400
@@ -141,7 +141,7 @@ class Gatherer:
         place.queue_tokens, place.decode_step_s = info.queue_tokens, info.decode_step_s
         if info.total_blocks:
             place.kv_used = 1 - info.free_blocks / info.total_blocks
-        place.prefill_tokens_per_s = _speed(info)
+        place.prefill_tokens_per_s = _speed(feed.curve)
         if age_s > self._sources.stale_s:
             place.status, place.detail = "down", "its agent is not heard"
         elif not info.ready:
@@ -270,8 +270,7 @@ def _share(records: Iterable[RequestRecord]) -> Share:
     return share
 
 
-def _speed(info: EngineInfo) -> float:
-    curve = curve_of(info)
+def _speed(curve: PrefillCurve) -> float:
     return CURVE_TOKENS / curve.seconds(CURVE_TOKENS) if curve.known else 0.0
 
 

@@ -211,10 +211,6 @@ class WorkersSent(SentLedger):
         self._store = store
         store.sent_changed = self._changed
 
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
-
     def sums(self) -> Mapping[str, Unshown]:
         found: dict[str, Unshown] = {}
         for member in self._store.local():

@@ -208,7 +208,7 @@ def test_who_waits_for_kv_makes_nobody_ahead_shorter(view: ClusterView) -> None:
     curve = PrefillCurve(0.01, 0.001, 1e-6, 256)
     engine = d_engine(queue_tokens=9000, waiting=9, waiting_kv=8, running=0, curve=curve)
     view.update(ENGINE, full(engine, link()))
-    view.sent.add_remote("t1", ENGINE, PLACE, 500, 500_000, 400_000, 0.0)
+    view.sent.add_remote("t1", ENGINE, PLACE, 500, 500_000, 400_000)
     load = snap(view).local.load
     assert queue_seconds(load, curve) == pytest.approx(curve.seconds(9000))
     assert view.transfers(ENGINE) == 9
@@ -218,7 +218,7 @@ def test_what_was_sent_counts_until_the_feeds_show_it(
     view: ClusterView, clock: ManualClock
 ) -> None:
     """Case 42."""
-    view.sent.add_remote("t1", ENGINE, PLACE, 500, 500_000, 400_000, clock.now())
+    view.sent.add_remote("t1", ENGINE, PLACE, 500, 500_000, 400_000)
     view.sent.add_local("r1", ENGINE, 300, clock.now())
     snapshot = snap(view)
     remote = snapshot.remotes[0]

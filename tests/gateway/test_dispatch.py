@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from gateway.admission import FallbackBudget
@@ -46,6 +47,12 @@ class Desk:
             chosen.gateway, chosen.limits, self.view, self.budget, self.clock
         )
 
+    def dispatch(self, record: RequestRecord, salt: str = "") -> TransferParams:
+        """What the agent makes of what is sent."""
+        raw = self.dispatcher.dispatch(record, salt)
+        assert raw is not None
+        return parse(msgspec.json.decode(raw))
+
     def record(self, decision: Decision) -> RequestRecord:
         record = RequestRecord("r", "chat", "", Ids().hex(16), 0.0, 0.0)
         record.decision, record.snapshot = decision, self.view.snapshot(ENGINE, {})
@@ -56,9 +63,7 @@ def test_the_plan_goes_out_in_order_signed_and_short_lived() -> None:
     desk = Desk()
     second = replace(REMOTE, plan=((PEER, INSTANCE), ("q", "q-1")))
     record = desk.record(second)
-    params = desk.dispatcher.dispatch(record, "the salt")
-    assert params is not None
-    assert parse(params.to_dict()) == params
+    params = desk.dispatch(record, "the salt")
     verify(params, [KEY.encode()], desk.clock.wall())
     assert params.plan == (PlanStep(PEER, INSTANCE), PlanStep("q", "q-1"))
     assert params.salt == "the salt"
@@ -76,15 +81,15 @@ def test_local_is_granted_only_while_the_budget_lasts() -> None:
     """Case 18."""
     desk = Desk(budget=1500)
     records = [desk.record(REMOTE) for _ in range(3)]
-    granted = [desk.dispatcher.dispatch(record, "").on_failure for record in records]
+    granted = [desk.dispatch(record).on_failure for record in records]
     assert granted == ["local", "reject", "reject"]
     desk.dispatcher.prefill_over(records[0])
-    assert desk.dispatcher.dispatch(desk.record(REMOTE), "").on_failure == "local"
+    assert desk.dispatch(desk.record(REMOTE)).on_failure == "local"
 
 
 def test_reject_is_never_turned_into_local() -> None:
     desk = Desk(on_failure="reject")
-    assert desk.dispatcher.dispatch(desk.record(REMOTE), "").on_failure == "reject"
+    assert desk.dispatch(desk.record(REMOTE)).on_failure == "reject"
     assert desk.budget.granted_tokens == 0
 
 

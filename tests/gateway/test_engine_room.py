@@ -86,7 +86,7 @@ def test_settings_say_what_no_agent_does() -> None:
 def test_who_only_waits_for_kv_comes_on_top() -> None:
     site = Site()
     site.says(waiting=5, waiting_kv=5)
-    site.view.sent.add_remote("t1", ENGINE, PLACE, 500, 1000, 1000, site.clock.now())
+    site.view.sent.add_remote("t1", ENGINE, PLACE, 500, 1000, 1000)
     assert site.most(30) == OWN + 6
     site.says(waiting=90, waiting_kv=90)
     assert site.most(30) == OWN + 32, "as many at most"

@@ -22,7 +22,7 @@ def test_a_local_dispatch_counts_until_a_clearly_younger_load() -> None:
 
 def test_a_remote_dispatch_counts_at_p_and_on_the_link_apart() -> None:
     ledger = SentLedger(0.25)
-    ledger.add_remote("t1", D, P, 500, raw_bytes=5000, wire_bytes=4000, now=1.0)
+    ledger.add_remote("t1", D, P, 500, raw_bytes=5000, wire_bytes=4000)
     assert ledger.unshown(P) == Unshown(500, 1, 5000, 4000)
     assert ledger.unshown(D) == Unshown(transfers=1, staged_bytes=5000)
     ledger.shown_by_d("t1")
@@ -35,7 +35,7 @@ def test_a_remote_dispatch_counts_at_p_and_on_the_link_apart() -> None:
 
 def test_p_may_show_it_first() -> None:
     ledger = SentLedger(0.25)
-    ledger.add_remote("t1", D, P, 500, 5000, 4000, now=1.0)
+    ledger.add_remote("t1", D, P, 500, 5000, 4000)
     ledger.shown_by_p("t1")
     assert ledger.unshown(P) == Unshown(raw_bytes=5000, wire_bytes=4000)
     ledger.finish("t1")
@@ -46,7 +46,7 @@ def test_eight_dispatches_in_one_interval_add_up_where_they_went() -> None:
     """Case 42: nothing is shown yet, and yet the ninth sees all eight."""
     ledger = SentLedger(0.25)
     for i in range(8):
-        ledger.add_remote(f"t{i}", D, P if i % 2 else Q, 100, 1000, 800, now=1.0)
+        ledger.add_remote(f"t{i}", D, P if i % 2 else Q, 100, 1000, 800)
     assert ledger.unshown(P) == Unshown(400, 4, 4000, 3200)
     assert ledger.unshown(Q) == Unshown(400, 4, 4000, 3200)
     assert ledger.unshown(D).staged_bytes == 8000
@@ -54,7 +54,7 @@ def test_eight_dispatches_in_one_interval_add_up_where_they_went() -> None:
 
 def test_ids_of_others_and_repeats_change_nothing() -> None:
     ledger = SentLedger(0.25)
-    ledger.add_remote("t1", D, P, 500, 5000, 4000, now=1.0)
+    ledger.add_remote("t1", D, P, 500, 5000, 4000)
     for _ in range(2):
         ledger.shown_by_p("t1")
         ledger.shown_by_d("not-ours")
@@ -75,7 +75,7 @@ def test_whatever_happens_the_sums_return_to_nothing() -> None:
         key, place = random.choice(keys), random.choice([P, Q])
         random.choice([
             lambda k=key: ledger.add_local(k, D, random.randrange(100), random.random()),
-            lambda k=key, p=place: ledger.add_remote(k, D, p, random.randrange(100), 10, 8, 0.5),
+            lambda k=key, p=place: ledger.add_remote(k, D, p, random.randrange(100), 10, 8),
             lambda k=key: ledger.shown_by_p(k),
             lambda k=key: ledger.shown_by_d(k),
             lambda: ledger.load_reported(D, random.random()),
@@ -91,7 +91,7 @@ def test_whatever_happens_the_sums_return_to_nothing() -> None:
 def test_a_place_that_has_told_of_a_request_shows_it() -> None:
     sent = SentLedger(0.5)
     sent.add_local("l", "d", 10, 0.0)
-    sent.add_remote("r", "d", "p/0", 10, 100, 100, 0.0)
+    sent.add_remote("r", "d", "p/0", 10, 100, 100)
     assert not sent.is_shown("l")
     assert not sent.is_shown("r")
     assert not sent.only_d_knows("r")

@@ -13,6 +13,7 @@ from prfaas.quality import Quality
 from prfaas.transfer import (
     PlanStep,
     SeenTransfers,
+    Signer,
     TransferParams,
     canonical,
     parse,
@@ -55,6 +56,16 @@ def test_what_is_signed_is_all_fields_as_sorted_json(fields: dict[str, Any]) -> 
     body = msgspec.to_builtins(params)
     del body["mac"]
     assert canonical(params) == json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+
+@pytest.mark.parametrize("key", [b"", KEY, b"k" * 64, b"k" * 65, bytes(range(256))])
+def test_a_signer_says_in_json_what_signing_gives(key: bytes) -> None:
+    signer = Signer(key)
+    for name in ("t1", 'a"\u2028'):
+        params = msgspec.structs.replace(PARAMS, transfer_id=name)
+        received = parse(msgspec.json.decode(signer.signed(params)))
+        assert received == sign(params, key)
+        verify(received, [key], now=0.0)
 
 
 @pytest.mark.parametrize(

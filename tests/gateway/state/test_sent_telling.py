@@ -64,9 +64,7 @@ class Placing:
         snapshot = self.view.snapshot(ENGINE, {})
         decision = self.policy.decide(facts, snapshot, self.policy.initial_state())
         where = "/".join(decision.plan[0])
-        self.view.sent.add_remote(
-            request_id, ENGINE, where, 2000, 2_000_000, 1_600_000, SYSTEM_CLOCK.now()
-        )
+        self.view.sent.add_remote(request_id, ENGINE, where, 2000, 2_000_000, 1_600_000)
         return where
 
     def told(self, result: str) -> float:

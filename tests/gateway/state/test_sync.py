@@ -365,7 +365,7 @@ async def test_loads_and_links_of_others_are_part_of_a_snapshot(
     one, other = gateways(store, clock, 2)
     one.view.update(ENGINE, WatchUpdate(1, agent="d", full=True, links=(link(),)))
     one.view.sent.add_local("r1", ENGINE, 500, clock.now())
-    one.view.sent.add_remote("r2", ENGINE, "p/p-0", 700, 10, 5, clock.now())
+    one.view.sent.add_remote("r2", ENGINE, "p/p-0", 700, 10, 5)
     for gateway in (one, other):
         await gateway.sync.exchange()
     clock.advance(0.5)

@@ -339,7 +339,7 @@ async def test_what_a_worker_has_just_sent_is_known_at_once_on_all_hosts() -> No
     await eventually(lambda: all(len(store._listeners) == 2 for store in stores))
     try:
         first, *others = world.workers
-        first.view.sent.add_remote("r1", ENGINE, "p/p-0", 500, 5000, 4000, world.clock.now())
+        first.view.sent.add_remote("r1", ENGINE, "p/p-0", 500, 5000, 4000)
         for other in others:
             seen = other.view.neighbours
             await eventually(lambda seen=seen: seen.unshown("p/p-0", Unshown()).tokens == 500)
