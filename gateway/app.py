@@ -16,6 +16,7 @@ from aiohttp import web
 
 from gateway.abilities import Abilities
 from gateway.admission import Admission, FallbackBudget
+from gateway.background import in_background
 from gateway.cluster_view import ClusterView
 from gateway.dashboard.gather import Sources
 from gateway.dashboard.routes import Dashboard
@@ -244,15 +245,17 @@ class Gateway:
                     lambda: self.membership.leaving,
                 )
             )
-        tasks = [asyncio.create_task(self.policy.run())]
+        tasks = [
+            in_background("following the policies", self.policy.run),
+            in_background("the dashboard", self.dashboard.run),
+        ]
         if self.discovery.follows:
-            tasks.append(asyncio.create_task(self.discovery.run()))
+            tasks.append(in_background("discovery", self.discovery.run))
         if self.tenancy is not None:
-            tasks.append(asyncio.create_task(self.tenancy.run()))
-        tasks.append(asyncio.create_task(self.dashboard.run()))
+            tasks.append(in_background("following the tenants", self.tenancy.run))
         if self._everyone is not None:
             await self._everyone.start()
-            tasks.append(asyncio.create_task(self._everyone.run()))
+            tasks.append(in_background("keeping what is counted", self._everyone.run))
         try:
             await runner.setup()
             self.port = await self._listen(front)
@@ -261,7 +264,7 @@ class Gateway:
                 self.state.address = f"{self._settings.host}:{self.port}"
                 if self._worker is not None:
                     self.state.address = self._worker.place.name
-                tasks.append(asyncio.create_task(self.state.run()))
+                tasks.append(in_background("the exchange of state", self.state.run))
             yield self
         finally:
             self.dashboard.close()

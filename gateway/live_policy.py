@@ -173,8 +173,15 @@ class LivePolicy:
         """What became of a transfer that this role has decided; the shadow hears of all."""
         for each in {role, "shadow"}:
             running = self._running.get(each)
-            if running is not None:
+            if running is None:
+                continue
+            try:
                 running.observe(outcome)
+            except Exception:
+                if each == ACTIVE and ACTIVE not in self._before:
+                    logger.exception("policy %s cannot learn from an outcome", running.policy.name)
+                else:
+                    self._roll_back(each)
 
     async def run(self) -> None:
         """Follow the files until cancelled."""
@@ -251,12 +258,12 @@ class LivePolicy:
         return dumped, settings.queue
 
     def _roll_back(self, role: str) -> Running:
-        """To what ran before; from a canary to the active one. Raises what there was to raise where
-        there is nothing to go back to.
+        """To what ran before; from the others to the active one, without them. Raises what there
+        was to raise where there is nothing to go back to.
         """
         failed = self._running[role]
         before = self._before.pop(role, None)
-        if before is None and role != CANARY:
+        if before is None and role == ACTIVE:
             raise
         logger.exception("the %s policy %s failed and is taken back", role, failed.policy.name)
         self._events.policy_changed(role, "rolled_back")
@@ -275,13 +282,7 @@ class LivePolicy:
         try:
             other = running.decide(facts, snapshot)
         except Exception:
-            logger.exception("the shadow policy %s failed and is left out", running.policy.name)
-            self._events.policy_changed("shadow", "rolled_back")
-            before = self._before.pop("shadow", None)
-            if before is None:
-                del self._running["shadow"]
-            else:
-                self._running["shadow"] = before
+            self._roll_back("shadow")
             return None
         agrees = (decision.target, decision.plan[:1]) == (other.target, other.plan[:1])
         ours, theirs = _ttft_of(decision, other), _ttft_of(other, decision)

@@ -81,6 +81,8 @@ class WatchClient:
                     if not told:  # once for each outage
                         logger.warning("lost the feed of %s: %s", self._place, exc.message)
                     told = True
+                except Exception:  # a fault of ours: the full state comes with the next stream
+                    logger.exception("what %s tells cannot be taken in", self._place)
                 self._view.disconnected(self._place)
                 await asyncio.sleep(backoff_s * (0.5 + self._random.random()))
                 backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)

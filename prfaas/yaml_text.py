@@ -36,3 +36,7 @@ def parse_yaml(raw: str | bytes, name: object, field: str | None = None) -> Any:
         raise ConfigError(f"{name} is not YAML: it is no text", field=field) from None
     except (RecursionError, ValueError) as exc:
         raise ConfigError(f"{name} is not YAML: {exc}", field=field) from None
+    except (AttributeError, LookupError, TypeError):  # the loader's, for `!!bool maybe` and such
+        raise ConfigError(
+            f"{name} is not YAML: a value is not of the type that its tag says", field=field
+        ) from None

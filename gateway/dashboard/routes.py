@@ -77,6 +77,7 @@ class Dashboard:
 
     def add_routes(self, router: web.UrlDispatcher) -> None:
         router.add_get("/dashboard", self._page)
+        router.add_get("/dashboard/", self._beside)
         router.add_get("/dashboard/{name}", self._asset)
         router.add_get(STREAM_PATH, self._stream)
 
@@ -85,13 +86,19 @@ class Dashboard:
         if self._shared is None:
             await self.feed.run()
         else:
-            await asyncio.gather(self.feed.run(), self._shared.run(lambda: self.feed.watchers > 0))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self.feed.run())
+                group.create_task(self._shared.run(lambda: self.feed.watchers > 0))
 
     def close(self) -> None:
         self.feed.close()
 
     async def _page(self, request: web.Request) -> web.Response:
         return self._answer(PAGE)
+
+    async def _beside(self, request: web.Request) -> web.Response:
+        """To the page itself; relative, so that it is right behind a proxy's prefix too."""
+        return web.Response(status=308, headers={"location": "../dashboard"})
 
     async def _asset(self, request: web.Request) -> web.Response:
         return self._answer(request.match_info["name"] or PAGE)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from gateway.app import check_settings
+from gateway.background import in_background
 from gateway.dashboard.gather import together
 from gateway.dashboard.messages import Requests
 from gateway.discovery import Discovery
@@ -102,15 +103,15 @@ class StateProcess:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[StateProcess]:
         """Listen, and follow agents and files."""
-        runs = [self.watching.run(), self.counted.run()]
-        runs += [copy.run() for copy in self.copies.values()]
+        runs = {"watching": self.watching.run, "keeping what is counted": self.counted.run}
+        runs |= {f"following the file of {what}": copy.run for what, copy in self.copies.items()}
         if self.sync is not None:
-            runs.append(self.sync.run())
+            runs["the exchange of state"] = self.sync.run
         if self.discovery.follows:
-            runs.append(self.discovery.run())
+            runs["discovery"] = self.discovery.run
         await self.siblings.start()
         await self.server.start()
-        tasks = [asyncio.create_task(run) for run in runs]
+        tasks = [in_background(what, run) for what, run in runs.items()]
         try:
             yield self
         finally:

@@ -42,7 +42,7 @@ class Broken:
         raise ZeroDivisionError
 
     def observe(self, state: None, outcome: Outcome) -> None:
-        return None
+        raise ZeroDivisionError
 
 
 def write(file: Path, text: str) -> None:
@@ -250,6 +250,22 @@ def test_outcomes_teach_who_decided_and_the_shadow() -> None:
         live.observe(role, Outcome("t", "staged"))
     states = {role: live.running(role).state for role in (ACTIVE, CANARY, "shadow")}  # type: ignore[union-attr]
     assert states == {ACTIVE: 2, CANARY: 1, "shadow": 3}
+
+
+def test_who_fails_to_learn_is_taken_back_where_there_is_something_to_go_back_to(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The outcome came in a stream of telemetry, which must not break for it."""
+    events = Events()
+    roles = {"canary": {"name": "always_remote"}, "shadow": {"name": "always_remote"}}
+    live = live_of(events, lambda _: Broken(), canary_share=1, **roles)
+    live.observe(CANARY, Outcome("t1", "staged"))
+    assert live.running(CANARY) is None
+    assert live.running("shadow") is None
+    assert sorted(events.told) == [(CANARY, "rolled_back"), ("shadow", "rolled_back")]
+    live.observe(ACTIVE, Outcome("t2", "staged"))
+    assert live.running(ACTIVE) is not None
+    assert "cannot learn" in caplog.text
 
 
 def test_a_canary_that_cannot_be_made_is_named_at_start() -> None:

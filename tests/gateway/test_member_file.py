@@ -38,6 +38,9 @@ def test_it_has_what_the_configuration_may_have(tmp_path: Path) -> None:
         ("peers: [{peer: p, instance: i, watch: w, link_class: far}]", "peers.0.link_class"),
         ("x" * (MAX_BYTES + 1), "is larger than"),
         ("\xff", "is not YAML|must be a mapping"),
+        ("engines: !!bool maybe", "is not YAML.*its tag"),
+        ("engines: !!timestamp soon", "is not YAML.*its tag"),
+        ("engines: " + 3000 * "[", "is not YAML"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, text: str, says: str) -> None:

@@ -108,6 +108,20 @@ async def test_a_skipped_or_repeated_sequence_number_starts_anew(seq: int) -> No
         await until(lambda: agent.streams == 2, "a second stream")
 
 
+async def test_a_fault_of_ours_costs_a_stream_and_not_the_feed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(outcome: Outcome) -> None:
+        raise ZeroDivisionError
+
+    async with agent_at_d() as agent, following(agent.address, fails) as view:
+        await until(lambda: view.feeds[ENGINE].connected, "the full event")
+        agent.outcome(Outcome("t1", "staged", peer="p", instance="p-0"))
+        await until(lambda: agent.streams >= 2, "a second stream")
+        await until(lambda: view.feeds[ENGINE].connected, "its full event")
+    assert "cannot be taken in" in caplog.text
+
+
 async def test_silence_is_taken_for_an_outage() -> None:
     async with agent_at_d() as agent, following(agent.address) as view:
         await until(lambda: view.feeds[ENGINE].connected, "the full event")

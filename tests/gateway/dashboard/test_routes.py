@@ -71,6 +71,10 @@ async def test_the_page_and_all_it_names_are_served_and_nothing_from_elsewhere(
             text = await response.text()
             names |= {f"/dashboard/{name}" for name in IMPORTS.findall(text)}
             assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), "all is ours"
+    async with cluster.client.get("/dashboard/", allow_redirects=False) as response:
+        assert response.status == 308
+    async with cluster.client.get("/dashboard/") as response:
+        assert await response.text() == page
     for path in ("/dashboard/none.js", "/dashboard/..%2Froutes.py", "/dashboard/main.py"):
         async with cluster.client.get(path) as response:
             assert response.status == 404
