@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -17,6 +18,7 @@ CONTROL_CONNECTIONS = 8
 """Beyond those that requests may hold: health probes and comparisons of tokenizers."""
 RETRY_AFTER_S = 1.0
 SLOWEST_SWEEP_S = 1.0
+_PRINTED = re.compile("[!-~]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +39,18 @@ class Address:
             port = parts.port
         except ValueError as exc:
             raise ConfigError(f"engine url {url!r}: {exc}", field="url") from exc
+        if not _PRINTED.fullmatch(url):
+            raise ConfigError(
+                "engine url: only printable ASCII characters, without spaces", field="url"
+            )
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"engine url {url!r}: not http://host:port", field="url")
         if parts.username is not None or parts.query or parts.fragment:
             raise ConfigError("engine url: only host, port and path may be given", field="url")
+        try:  # as whoever looks it up does, whose error is no OSError
+            parts.hostname.encode("idna")
+        except UnicodeError as exc:
+            raise ConfigError(f"engine url {url!r}: not a host name", field="url") from exc
         tls = parts.scheme == "https"
         return cls(
             host=parts.hostname,
@@ -61,6 +71,8 @@ class Pool:
         self._address = address
         self._name = name
         self._limits = limits
+        self._idle_s = limits.engine_idle_s
+        self._most_idle = limits.engine_idle_connections
         self._max_connections = limits.gateway_max_in_flight + CONTROL_CONNECTIONS
         self._tls = ssl.create_default_context() if address.tls else None
         self._known = KnownHeads()
@@ -97,7 +109,7 @@ class Pool:
         """One that is open, as far as can be known, and has not been idle for too long."""
         while self._idle:
             connection = self._idle.pop()
-            if connection.usable and connection.idle_s <= self._limits.engine_idle_s:
+            if connection.usable(self._idle_s):
                 return connection
             connection.abort()
         return None
@@ -142,7 +154,7 @@ class Pool:
         """End an exchange: kept for the next one where that is possible, else closed."""
         if not connection.finish():
             return
-        if self._closed or len(self._idle) >= self._limits.engine_idle_connections:
+        if self._closed or len(self._idle) >= self._most_idle:
             connection.abort()
         else:
             self._idle.append(connection)
@@ -167,7 +179,7 @@ class Pool:
         now = loop.time()
         for connection in tuple(self._all):
             if connection.state is State.IDLE:
-                if now - connection.idle_since > self._limits.engine_idle_s:
+                if now - connection.idle_since > self._idle_s:
                     connection.abort()
             else:
                 connection.tick(now)

@@ -49,6 +49,12 @@ def test_an_url_is_an_address(url: str, expected: Address) -> None:
         "http://d:99999",
         "http://u:secret@d",
         "http://d?a",
+        "http://a..b",
+        f"http://{64 * 'a'}:80",
+        "http://d/a b",
+        "http://d/\r\nhost: e",
+        "http://d/\u00e4",
+        "http://u:secret@d/ ",
     ],
 )
 def test_another_url_is_a_mistake_in_the_configuration(url: str) -> None:
