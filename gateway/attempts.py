@@ -15,7 +15,7 @@ from gateway.engines import Engine, Engines
 from gateway.events import Gaps, native
 from gateway.ids import Ids
 from gateway.job import Inbound, Job
-from gateway.late_binding import LateBinding, Moved
+from gateway.late_binding import LateBinding, Moved, Waiting
 from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
 from gateway.moves import Better
@@ -91,7 +91,12 @@ class Attempts:
             last = len(record.tried) >= most
             try:
                 with engine.serving:
-                    answer = await self._attempt(engine, job, better)
+                    body, waiting = self._prepared(engine, job, better)
+                    if waiting is None:
+                        answer = await self._relay(engine, job, body)
+                    else:
+                        with self._binding.listed(waiting):
+                            answer = await self._relay(engine, job, body)
             except Moved as moved:
                 self._engines.unjudged(engine)
                 self._forget(record, "moved")
@@ -144,9 +149,10 @@ class Attempts:
         record.tried.append(engine.name)
         return engine
 
-    async def _attempt(
+    def _prepared(
         self, engine: Engine, job: Job, better: Better | None
-    ) -> WholeAnswer | Relayed:
+    ) -> tuple[bytes, Waiting | None]:
+        """What to send, and as what it waits where it may still move."""
         # 3. What is known of every place, as of now.
         record, parsed = job.record, job.parsed
         visit = job.inbound.visit
@@ -174,11 +180,7 @@ class Attempts:
         self._note_dispatch(record)
         # 6. D's agent carries out the plan; `Outcomes.came` hears how it went.
         # 7. Nothing goes to the client before the engine's first event; then all of it does.
-        waiting = None if client_params is not None else self._binding.enter(job, engine.name)
-        if waiting is None:
-            return await self._relay(engine, job, body)
-        with self._binding.listed(waiting):
-            return await self._relay(engine, job, body)
+        return body, None if client_params is not None else self._binding.enter(job, engine.name)
 
     @staticmethod
     def _move(record: RequestRecord, better: Better) -> None:
@@ -288,9 +290,9 @@ class Attempts:
         assert decision is not None
         if record.transfer_id:
             self._outcomes.expect(record)
-            self._metrics.offloaded_tokens.inc(decision.uncached_tokens)
+            self._metrics.offloaded_tokens.add(decision.uncached_tokens)
         elif decision.target is Target.REMOTE:
-            self._metrics.fallbacks.labels(decision.reason.value).inc()
+            self._metrics.fallbacks.inc(decision.reason.value)
 
     def _saw_events(self, record: RequestRecord, count: int) -> None:
         gap_s = record.saw_events(count, self._now())
@@ -325,7 +327,7 @@ def kind_in(body: bytes) -> str:
     """The `type` in an error body in OpenAI's shape."""
     try:
         return str(msgspec.json.decode(body)["error"]["type"])
-    except (msgspec.DecodeError, UnicodeDecodeError, LookupError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):
         return "other"
 
 

@@ -98,7 +98,7 @@ class TokenizerCheck:
                 raise EngineUnavailable(f"/tokenize answers {response.status}")
         try:
             return msgspec.json.decode(answer, type=_Tokens).tokens
-        except msgspec.DecodeError as exc:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
             raise EngineUnavailable(f"/tokenize: {exc}") from exc
 
 

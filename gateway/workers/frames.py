@@ -43,7 +43,7 @@ class Frames(Generic[M]):
             return None
         try:
             return self._decoder.decode(data)
-        except msgspec.MsgspecError as exc:
+        except (msgspec.MsgspecError, RecursionError) as exc:
             raise ProtocolError(f"not a message: {exc}") from exc
 
     def put(self, message: msgspec.Struct) -> None:

@@ -129,7 +129,8 @@ class WorkerLink:
             async with asyncio.timeout(self._timeout_s):
                 await self._up.wait()
                 frames, hearers = self._frames, self._hearers
-                assert frames is not None
+                if frames is None:  # lost again before this task was woken
+                    raise StateUnavailable("the process that keeps the state is gone")
                 granted = 0 if hearers is None else hearers.budget.granted_tokens
                 leaving = () if hearers is None else hearers.leaving()
                 waiting: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -167,20 +168,24 @@ class WorkerLink:
     async def _open(self) -> Members | None:
         """A new connection; None where there is nobody."""
         frames: Frames[ToWorker] | None = None
+        members = None
         try:
             reader, writer = await asyncio.open_unix_connection(self._path)
             frames = Frames(reader, writer, ToWorker)
             frames.put(Hello(self._index))
             first = await frames.next()
-        except (OSError, ProtocolError):
-            first = None
-        if not isinstance(first, MembersAre):
+            members = first.members() if isinstance(first, MembersAre) else None
+        except OSError:
+            pass
+        except ProtocolError as exc:
+            logger.error("the process that keeps the state speaks otherwise: %s", exc.message)
+        if members is None:
             if frames is not None:
                 await frames.abort()
             return None
         self._frames = frames
         self._up.set()
-        return first.members()
+        return members
 
     async def _heard(self, message: ToWorker) -> None:
         hearers = self._hearers

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from pydantic import SecretStr
+from pydantic import SecretStr, ValidationError
 
 from gateway.members import Members
 from prfaas.cluster_state import Report, Sent, Shared
-from prfaas.settings import EngineEndpoint, PeerEndpoint
+from prfaas.errors import ProtocolError
+from prfaas.settings import EngineEndpoint, PeerEndpoint, validation_message
 from prfaas.telemetry import WatchUpdate
 
 Plain = dict[str, Any]
@@ -30,10 +31,14 @@ class MembersAre(msgspec.Struct, frozen=True, tag=True):
         )
 
     def members(self) -> Members:
-        return Members(
-            tuple(EngineEndpoint.model_validate(engine) for engine in self.engines),
-            tuple(PeerEndpoint.model_validate(peer) for peer in self.peers),
-        )
+        """Raises ProtocolError."""
+        try:
+            return Members(
+                tuple(EngineEndpoint.model_validate(engine) for engine in self.engines),
+                tuple(PeerEndpoint.model_validate(peer) for peer in self.peers),
+            )
+        except ValidationError as exc:
+            raise ProtocolError(f"engines and peers: {validation_message(exc)}") from exc
 
 
 # --- to workers: first the members and all that is known of each place, then what changes ---

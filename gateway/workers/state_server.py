@@ -34,6 +34,8 @@ from prfaas.telemetry import KvDelta, WatchUpdate
 
 logger = logging.getLogger(__name__)
 
+HELLO_S = 10.0
+"""Who has not said by then which worker it is, is none."""
 BLOCKS_AT_ONCE = 1 << 16
 """Of a prefix index, in one message."""
 
@@ -114,7 +116,8 @@ class StateServer:
         """One worker, until it is gone."""
         worker: Connected | None = None
         try:
-            hello = await frames.next()
+            async with asyncio.timeout(HELLO_S):
+                hello = await frames.next()
             if not isinstance(hello, Hello):
                 raise ProtocolError("the first message is no Hello")
             worker = Connected(hello.index, frames)
@@ -135,6 +138,8 @@ class StateServer:
                     raise ProtocolError("a second Hello")
         except ProtocolError as exc:
             logger.error("a worker does not speak as this process does: %s", exc.message)
+        except TimeoutError:
+            logger.error("somebody connected and said nothing")
         finally:
             if worker is not None:
                 if worker in self.workers:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from gateway.admission import FallbackBudget
@@ -15,10 +16,11 @@ from gateway.members import Members
 from gateway.state.memory import MemoryStore
 from gateway.workers import state_server
 from gateway.workers.link import Hearers, WorkerLink
+from gateway.workers.messages import Hello, MembersAre, Tell, TellSent, Unfed
 from gateway.workers.state_server import StateServer
 from gateway.workers.told_view import ToldView
 from prfaas.clock import SYSTEM_CLOCK
-from prfaas.cluster_state import ClusterStore, Member, Report
+from prfaas.cluster_state import ClusterStore, Member, Report, Sent
 from prfaas.errors import StateUnavailable
 from prfaas.snapshot import Outcome
 from prfaas.telemetry import KvDelta, WatchUpdate
@@ -125,6 +127,10 @@ class TestWorkerStore(ClusterStateContract):
         await self.state.die()
         await self.state.start()
         await eventually(lambda: store.losses > losses and store.up, within_s=20)
+
+
+def packed(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
 
 
 def stored(*blocks: bytes, cleared: bool = False) -> KvDelta:
@@ -278,3 +284,73 @@ async def test_a_worker_finds_no_state_in_time() -> None:
             await nobody.members(0.05)
         with pytest.raises(StateUnavailable):
             await nobody.exchange(Report(Member("a"), 1.0))
+
+
+async def test_who_connects_and_says_nothing_is_left(
+    state: State, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_server, "HELLO_S", 0.01)
+    reader, writer = await asyncio.open_unix_connection(state.path)
+    assert await asyncio.wait_for(reader.read(), 20) == b""
+    writer.close()
+
+
+async def test_every_cut_of_what_a_worker_says_leaves_nothing_behind(
+    state: State, worker: Worker
+) -> None:
+    said = [Hello(7), Tell(Report(Member("cut"), 60.0), 5, ("d-9",)), TellSent(Sent("cut", 1, {}))]
+    frames = b"".join(len(raw).to_bytes(4, "big") + raw for raw in map(packed, said))
+    for end in range(len(frames) + 1):
+        _, writer = await asyncio.open_unix_connection(state.path)
+        writer.write(frames[:end])
+        writer.close()
+        await writer.wait_closed()
+    await eventually(lambda: len(state.server.workers) == 1, within_s=20)
+    await worker.tell()
+    shared = await worker.link.exchange(Report(Member("w"), 60.0))
+    assert "cut" not in {member.id for member in shared.members}
+    assert not state.server.leaving
+
+
+NO_ENGINE = MembersAre(({"name": "@@"},), ())
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        packed(NO_ENGINE),
+        packed(NO_ENGINE).replace(b"\xa2@@", 5000 * b"\x91" + b"\xc0"),
+        packed(Unfed("d-0")),
+    ],
+    ids=["no engine", "too deep", "another message"],
+)
+async def test_a_state_that_speaks_otherwise_is_asked_again(first: bytes) -> None:
+    """It may be one of another version, on its way out."""
+    answers = [packed(MembersAre.of(MEMBERS)), first]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        raw = answers.pop() if len(answers) > 1 else answers[0]
+        writer.write(len(raw).to_bytes(4, "big") + raw)
+        await reader.read()
+        writer.close()
+
+    with tempfile.TemporaryDirectory(prefix="pw") as folder:
+        path = Path(folder) / "s"
+        server = await asyncio.start_unix_server(serve, path)
+        worker = Worker(path)
+        assert await worker.start() == MEMBERS
+        await worker.link.close()
+        server.close()
+        await server.wait_closed()
+
+
+async def test_an_exchange_that_wakes_up_when_the_state_is_gone_again_fails_as_any_other() -> None:
+    """Its first message and its end can come in one turn of the loop: as seen with uvloop."""
+    with tempfile.TemporaryDirectory(prefix="pw") as folder:
+        link = Worker(Path(folder) / "s").link
+        exchange = asyncio.create_task(link.exchange(Report(Member("a"), 60.0)))
+        await asyncio.sleep(0)
+        link._up.set()
+        link._up.clear()
+        with pytest.raises(StateUnavailable):
+            await exchange
