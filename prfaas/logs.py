@@ -9,8 +9,20 @@ from typing import Literal
 
 LogFormat = Literal["text", "json"]
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_SHOWN = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if code != ord("\t")}
+"""What others wrote may hold line ends and escape codes: on a terminal they would be obeyed."""
 REQUESTS = "gateway.request"
 """Its messages are JSON objects already."""
+
+
+class TextFormatter(logging.Formatter):
+    """One line for people, whatever is in it; the lines of an exception follow it."""
+
+    def __init__(self) -> None:
+        super().__init__(TEXT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_SHOWN)
 
 
 class JsonFormatter(logging.Formatter):
@@ -32,5 +44,5 @@ class JsonFormatter(logging.Formatter):
 def start_logging(form: LogFormat) -> None:
     """Before anything is said."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if form == "json" else logging.Formatter(TEXT))
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])

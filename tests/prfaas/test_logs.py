@@ -16,7 +16,7 @@ import pytest
 from gateway.records import RecordBook
 from gateway.request_log import LOGGER, RequestLog
 from prfaas.clock import SYSTEM_CLOCK
-from prfaas.logs import REQUESTS, JsonFormatter
+from prfaas.logs import REQUESTS, JsonFormatter, TextFormatter
 from prfaas.settings import load_settings
 
 
@@ -51,6 +51,18 @@ def test_each_line_is_an_object_whatever_is_said(stream: StringIO) -> None:
     assert (said["level"], said["logger"]) == ("WARNING", "some.part")
     assert said["time"].endswith("+00:00")
     assert "ValueError: odd" in failed["exception"]
+
+
+def test_a_line_for_people_stays_one_whatever_is_said() -> None:
+    said = 'it said "a\r\n2026 ERROR b: \x1b[2J\x9b1m\tc \u00fc"'
+    record = logging.makeLogRecord({"msg": "%s", "args": (said,), "levelname": "INFO", "name": "x"})
+    try:
+        raise ValueError("odd")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    first, *rest = TextFormatter().format(record).split("\n")
+    assert first.endswith(r'INFO x: it said "a\x0d\x0a2026 ERROR b: \x1b[2J\x9b1m' + '\tc \u00fc"')
+    assert rest[0].startswith("Traceback")
 
 
 def test_what_cannot_be_written_as_utf_8_is_written_all_the_same() -> None:
