@@ -9,8 +9,8 @@ import os
 import random
 import statistics
 import tempfile
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import yaml
 
 from bench.fidelity_sites import (
     CALIBRATED_BY,
+    D_ENGINE,
     LOADED_BY,
     MODEL,
     Kind,
@@ -94,7 +95,8 @@ async def _kind(kind: Kind, report: Report, requests: int, quick: bool) -> None:
     async with _running(kind, report) as fleet:
         samples: Samples | None = None
         for number, load in enumerate(LOADS[-1:] if quick else LOADS):
-            plan = Plan(MODEL, kind.lengths, rounds=2 if quick else 3, seed=number)
+            rounds = 2 if quick else kind.rounds
+            plan = Plan(MODEL, kind.lengths, rounds, seed=number, step_length=kind.step_length)
             await _decided_by(fleet, CALIBRATED_BY)
             found = await measure(fleet.gateway, fleet.engine, plan, report.say)
             samples = found if samples is None else _joined(samples, found)
@@ -128,7 +130,8 @@ async def _running(kind: Kind, report: Report) -> AsyncIterator[Fleet]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prfaas-fidelity-")))
         file = write_fleet(kind, folder, model)
         plan = FleetPlan.create(read_fleet(file), file, folder)
-        fleet = FleetProcesses(plan, report.say)
+        cores = stack.enter_context(_apart()) if kind.computes else {}
+        fleet = FleetProcesses(plan, report.say, cores)
         stack.push_async_callback(fleet.stop)
         await fleet.start()
         clients = [
@@ -138,6 +141,26 @@ async def _running(kind: Kind, report: Report) -> AsyncIterator[Fleet]:
         # The link is measured by bursts at first, and D's and P's curves as they warm up.
         await wait_cluster(clients[0], "curves and goodput", known, _MEASURED_TIMEOUT_S)
         yield Fleet(kind, folder, *clients)
+
+
+@contextmanager
+def _apart() -> Iterator[dict[str, int]]:
+    """The core of D's engine, which nothing else runs on: this process and its children share the
+    others.
+
+    What agents, line, gateway and load compute for a prompt that P gets would else slow now the one
+    engine and now the other under load, and neither in a calibration with prompts one at a time. So
+    it is P's that it slows, in both. Where there is one core they share it.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if len(cores) < 2:
+        yield {}
+        return
+    os.sched_setaffinity(0, cores[:-1])
+    try:
+        yield {D_ENGINE: cores[-1]}
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 async def _decided_by(fleet: Fleet, policy: str) -> None:

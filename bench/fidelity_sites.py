@@ -11,9 +11,11 @@ from typing import Any
 import yaml
 
 from prfaas.settings import PolicySettings
+from prfaas.up.calibration import STEP_LENGTH
 
 MODEL = "fidelity"
 PEER = "far"
+D_ENGINE = "d-0-engine"
 RTT_MS = 20.0
 POLICY_FILE = "policy.yaml"
 CALIBRATED_BY = "always_remote"
@@ -36,7 +38,11 @@ class Kind:
     p90: bool
     """Whether the issue asks for P90 too."""
     lengths: tuple[int, ...]
-    """Characters of prompts that calibrate: not whole chunks, or their base would not show."""
+    """Characters of prompts that calibrate: not whole chunks, or their base would not show. Of all
+    lengths that are asked for later, the shortest too."""
+    rounds: int
+    step_length: int
+    """Characters of prompts whose answers time decode steps."""
     least_tokens: int
     most_tokens: int
     """Of requests; what calibrates has more."""
@@ -58,6 +64,8 @@ def kinds() -> Iterator[Kind]:
         False,
         True,
         (150, 700, 1900, 4096),
+        3,
+        STEP_LENGTH,
         128,
         4096,
         900,
@@ -72,7 +80,9 @@ def kinds() -> Iterator[Kind]:
         "real",
         True,
         False,
-        (300, 900, 2500),
+        (110, 300, 600, 1200),
+        4,
+        340,
         64,
         600,
         200,

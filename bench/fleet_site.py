@@ -77,7 +77,7 @@ def scaled_profile(name: str) -> dict[str, Any]:
         "model": {**_KV, "max_context": context + output_tokens()},
         "prefill": prefill,
         "decode": {
-            "step_s": paper.decode.step_s * TOKENS_OF_ONE,
+            "step_s": (paper.decode.step_s or 0.0) * TOKENS_OF_ONE,
             "max_batch": paper.decode.max_batch,
         },
         "time_scale": TIME_SCALE,

@@ -269,7 +269,7 @@ def explain(
     "lengths",
     multiple=True,
     type=click.IntRange(2),
-    help="Characters of a prompt; repeatable; default: 256, 1024, 4096, 16384.",
+    help="Characters of a prompt; repeatable; default: 200, 1000, 3700, 16000.",
 )
 @click.option("--rounds", type=click.IntRange(2), default=3, show_default=True, help="Of each.")
 @click.option(

@@ -33,6 +33,17 @@ class Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
+def _as_pairs(points: object) -> object:
+    """YAML knows lists only."""
+    if isinstance(points, list):
+        return tuple(tuple(p) if isinstance(p, list) else p for p in points)
+    return points
+
+
+def _batch_of(point: tuple[int, float]) -> int:
+    return point[0]
+
+
 class WireRatios(Part):
     """Raw over wire bytes of token KV by quality class; fixed state is never packed lossily."""
 
@@ -100,10 +111,7 @@ class PrefillTimes(Part):
     @field_validator("points_tokens_s", mode="before")
     @classmethod
     def _pairs(cls, points: object) -> object:
-        """YAML knows lists only."""
-        if isinstance(points, list):
-            return tuple(tuple(p) if isinstance(p, list) else p for p in points)
-        return points
+        return _as_pairs(points)
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -196,16 +204,57 @@ class PrefillTimes(Part):
 
 
 class DecodeTimes(Part):
-    """Seconds of one decode step over a batch."""
+    """Seconds of one decode step over a batch, by coefficients or by measured points; one of the
+    two.
 
-    step_s: float = Field(gt=0, description="Each step.")
-    sequence_s: float = Field(0.0, ge=0, description="Each sequence in the batch.")
+    Points are joined by straight lines, and beyond the last one it goes on as from the first to the
+    last. They need not rise: some kernels take longer for two sequences than for four.
+    """
+
+    step_s: float | None = Field(None, gt=0, description="Each step.")
+    sequence_s: float | None = Field(None, ge=0, description="Each sequence in the batch.")
+    points_batch_s: tuple[tuple[int, float], ...] | None = Field(
+        None,
+        min_length=2,
+        description="Pairs of sequences in the batch, from 1 on, and seconds of a step.",
+    )
     context_token_s: float = Field(0.0, ge=0, description="Each token of KV the step reads.")
     max_batch: int = Field(ge=1, le=4096, description="Most sequences in a step.")
 
+    @field_validator("points_batch_s", mode="before")
+    @classmethod
+    def _pairs(cls, points: object) -> object:
+        return _as_pairs(points)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        points = self.points_batch_s
+        if points is None:
+            if self.step_s is None:
+                raise ValueError("step_s missing (or give points_batch_s)")
+        elif (self.step_s, self.sequence_s) != (None, None):
+            raise ValueError("give points_batch_s or coefficients, not both")
+        elif points[0][0] != 1 or any(a[0] >= b[0] for a, b in pairwise(points)):
+            raise ValueError("points_batch_s: batches begin at 1 and must rise from point to point")
+        elif any(not seconds > 0 for _, seconds in points):
+            raise ValueError("points_batch_s: a step takes some time")
+        return self
+
     def seconds(self, batch: int, context_tokens: float) -> float:
         """One step over `batch` sequences that together read `context_tokens`."""
-        return self.step_s + self.sequence_s * batch + self.context_token_s * context_tokens
+        read_s = self.context_token_s * context_tokens
+        if self.points_batch_s is None:
+            return (self.step_s or 0.0) + (self.sequence_s or 0.0) * batch + read_s
+        return read_s + self._joined(self.points_batch_s, batch)
+
+    @staticmethod
+    def _joined(points: tuple[tuple[int, float], ...], batch: int) -> float:
+        (first, first_s), (last, last_s) = points[0], points[-1]
+        if batch >= last:
+            return last_s + max(0.0, last_s - first_s) / (last - first) * (batch - last)
+        at = bisect_right(points, batch, key=_batch_of)
+        (x0, y0), (x1, y1) = points[at - 1], points[at]
+        return y0 + (y1 - y0) / (x1 - x0) * (batch - x0)
 
 
 class Profile(Part):

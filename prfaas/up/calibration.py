@@ -24,12 +24,18 @@ token.
 """
 STEP_TOKENS = 24
 """Tokens of answers that time decode steps."""
-STEP_PROMPT = 64
+STEP_LENGTH = 64
+BATCHES = (1, 2, 3, 4, 8)
+"""Small ones each: kernels take leaps there."""
 LEAST_ROUNDS = 2
 _GOODPUT_RANGE = 8.0
 """Factor by which the meter may be wrong, up and down."""
 _BETTER = 0.99
 """An error that is not smaller than so is no better."""
+_SEEN = 0.002
+"""Of a TTFT, on average: what explains less of it explains noise."""
+_ON_A_LINE = 0.1
+"""Relative errors of decode steps up to which a line describes them."""
 _REWEIGHTED = 50
 _EXACT = 1e-6
 """Relative errors below are none."""
@@ -49,13 +55,15 @@ class Asks(Gets, Protocol):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What to ask. `lengths`: characters of prompts, about as many tokens as the tokenizer makes of
-    them; `batches`: answers at once that time decode steps."""
+    them; `batches`: answers at once that time decode steps; `step_length`: characters of their
+    prompts."""
 
     model: str
     lengths: tuple[int, ...] = LENGTHS
     rounds: int = 3
-    batches: tuple[int, ...] = (1, 2, 4, 8)
+    batches: tuple[int, ...] = BATCHES
     seed: int = 0
+    step_length: int = STEP_LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,7 @@ async def measure(
     samples, words = Samples(plan.model), random.Random(plan.seed)
     await _look(gateway, samples)
     for batch in plan.batches:
-        seconds = await _step_s(engine, plan.model, batch, words)
+        seconds = await _step_s(engine, plan, batch, words)
         samples.steps.append((batch, seconds))
         say(f"decode step with {batch} in the batch: {1e3 * seconds:.3g} ms")
     step_s = samples.steps[0][1] if samples.steps else 0.0
@@ -140,12 +148,12 @@ async def _look(gateway: Asks, samples: Samples) -> None:
         samples.instances[peer] = samples.instances.get(peer, 0) + 1
 
 
-async def _step_s(engine: Asks, model: str, batch: int, words: random.Random) -> float:
+async def _step_s(engine: Asks, plan: Plan, batch: int, words: random.Random) -> float:
     """Median time between two tokens while so many are answered at once."""
-    prompts = [_text(words, STEP_PROMPT) for _ in range(batch)]
+    prompts = [_text(words, plan.step_length) for _ in range(batch)]
     answers = await asyncio.gather(
         *(
-            engine.complete(prompt, max_tokens=STEP_TOKENS, model=model, ignore_eos=True)
+            engine.complete(prompt, max_tokens=STEP_TOKENS, model=plan.model, ignore_eos=True)
             for prompt in prompts
         )
     )
@@ -196,10 +204,7 @@ def profiles(samples: Samples, max_batch: int, source: str) -> dict[str, dict[st
             "the gateway kept every prompt at D, so neither a peer nor the link was measured: run "
             "it with gateway.policy.name always_remote, or with longer prompts"
         )
-    sequences = np.array([[1.0, batch] for batch, _ in samples.steps])
-    seconds = np.array([s for _, s in samples.steps])
-    step_s, sequence_s = fitted(sequences, seconds, required=0)
-    decode = {"step_s": step_s, "sequence_s": sequence_s, "max_batch": max_batch}
+    decode = {**_decode(samples.steps), "max_batch": max_batch}
     found = {}
     for name, rows in (("", samples.local), *sorted(samples.remote.items())):
         longest = max(row.tokens for row in rows)
@@ -252,7 +257,7 @@ def link(carried: Sequence[Carried], chunk_tokens: int, layers: int) -> tuple[fl
     """Bytes a second that explain best how long KV took, and the seconds beyond them.
 
     KV leaves while it is computed, but for the last layer of the last chunk, so it takes the longer
-    of the two. Where computing is always that, nothing can be told of the link, and the gateway's
+    of the two. Where computing is always that, little can be told of the link, and the gateway's
     meter is believed.
     """
     metered = statistics.median(c.goodput_bytes_per_s for c in carried)
@@ -272,6 +277,8 @@ def link(carried: Sequence[Carried], chunk_tokens: int, layers: int) -> tuple[fl
     for goodput in np.geomspace(metered / _GOODPUT_RANGE, metered * _GOODPUT_RANGE, 401).tolist():
         if tried(goodput)[0] < _BETTER * tried(best)[0] - _EXACT:
             best = goodput
+    if tried(best)[0] > tried(metered)[0] - _SEEN * len(carried):
+        best = metered
     return best, tried(best)[1]
 
 
@@ -317,6 +324,20 @@ def _prefill(rows: Iterable[Prefilled], chunk: int) -> dict[str, float]:
     columns = np.stack([np.ceil(tokens / chunk), tokens, tokens**2 / 2], axis=1)
     base_s, token_s, token_context_s = fitted(columns, seconds, required=1)
     return {"base_s": base_s, "token_s": token_s, "token_context_s": token_context_s}
+
+
+def _decode(steps: Sequence[tuple[int, float]]) -> dict[str, Any]:
+    """Coefficients where a line through them is near enough, points where it is not."""
+    sequences = np.array([[1.0, batch] for batch, _ in steps])
+    step_s, sequence_s = fitted(sequences, np.array([s for _, s in steps]), required=0)
+    points = [
+        (batch, statistics.median(s for size, s in steps if size == batch))
+        for batch in sorted({batch for batch, _ in steps})
+    ]
+    off = max(abs((step_s + sequence_s * batch) / seconds - 1) for batch, seconds in points)
+    if off > _ON_A_LINE and points[0][0] == 1 and len(points) > 1:
+        return {"points_batch_s": [list(point) for point in points]}
+    return {"step_s": step_s, "sequence_s": sequence_s}
 
 
 def _shape(samples: Samples) -> tuple[int, int, int]:

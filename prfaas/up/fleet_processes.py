@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from prfaas.errors import PrfaasError
 from prfaas.testing.link import LinkShape
@@ -26,12 +27,18 @@ _CLIENT_TIMEOUT_S = 30.0
 class FleetProcesses:
     """Owns what a fleet consists of while it runs; end with `stop`, whatever `start` said."""
 
-    def __init__(self, plan: FleetPlan, say: Callable[[str], None]) -> None:
-        """Raises ConfigError for settings that are wrong."""
+    def __init__(
+        self, plan: FleetPlan, say: Callable[[str], None], cores: Mapping[str, int] | None = None
+    ) -> None:
+        """`cores`: of processes by name; the others run where the caller may.
+
+        Raises ConfigError for settings that are wrong.
+        """
         self.plan = plan
         self._say = say
+        cores = cores or {}
         self._specs = {
-            spec.name: spec
+            spec.name: replace(spec, core=cores.get(spec.name))
             for spec in (*plan.prefill_side(), *plan.decode_side(), *plan.gateways())
         }
         self._links: dict[str, LinkProcess] = {}

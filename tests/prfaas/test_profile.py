@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from prfaas.errors import ConfigError
-from prfaas.profile import PrefillTimes, Profile, load_profile
+from prfaas.profile import DecodeTimes, PrefillTimes, Profile, load_profile
 
 GOOD: dict[str, Any] = {
     "name": "test",
@@ -83,6 +83,15 @@ def test_time_scale_reaches_every_time() -> None:
     assert slow.curve.seconds(100) == pytest.approx(slow.prefill_s(100))
 
 
+def test_steps_between_measured_batches_lie_on_a_line_and_need_not_rise() -> None:
+    points = ((1, 0.05), (2, 0.1), (4, 0.08))
+    steps = DecodeTimes(points_batch_s=points, context_token_s=1e-3, max_batch=8)
+    found = [steps.seconds(batch, 10) - 0.01 for batch in (1, 2, 3, 4, 7)]
+    assert found == pytest.approx([0.05, 0.1, 0.09, 0.08, 0.11])
+    falling = DecodeTimes(points_batch_s=((1, 0.2), (4, 0.1)), max_batch=8)
+    assert falling.seconds(8, 0) == pytest.approx(0.1)
+
+
 def test_wire_bytes_pack_tokens_and_not_the_state() -> None:
     model = profile(model={**GOOD["model"], "state_bytes": 1000}).model
     assert model.raw_bytes(10) == 10 * model.token_bytes + 1000
@@ -110,6 +119,11 @@ def test_lengths_beyond_what_was_measured_are_refused() -> None:
         ({"prefill": {"points_tokens_s": [[2, 1.0], [1, 2.0]], "chunk_tokens": 1}}, "must rise"),
         ({"prefill": {"points_tokens_s": [[9, 1.0], [10, 9.0]], "chunk_tokens": 1}}, "negative"),
         ({"decode": {**GOOD["decode"], "speed": 1}}, "decode.speed: unknown key; there are step_s"),
+        ({"decode": {"max_batch": 4}}, "step_s missing"),
+        ({"decode": {**GOOD["decode"], "points_batch_s": [[1, 1.0], [2, 1.0]]}}, "not both"),
+        ({"decode": {"points_batch_s": [[2, 1.0], [4, 1.0]], "max_batch": 4}}, "begin at 1 and"),
+        ({"decode": {"points_batch_s": [[1, 1.0], [1, 2.0]], "max_batch": 4}}, "must rise"),
+        ({"decode": {"points_batch_s": [[1, 1.0], [2, 0.0]], "max_batch": 4}}, "takes some time"),
         ({"label": "sure"}, "label:"),
         ({"model": {**GOOD["model"], "wire_ratios": {"exact": 0.5}}}, "wire_ratios.exact:"),
     ],

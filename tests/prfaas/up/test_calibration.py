@@ -13,7 +13,9 @@ import yaml
 
 from policies.scenario import load_scenario
 from prfaas.errors import ConfigError, PrfaasError
+from prfaas.profile import DecodeTimes
 from prfaas.up.calibration import (
+    BATCHES,
     Carried,
     Plan,
     Samples,
@@ -95,7 +97,7 @@ class Engine:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self.batch = iter((1, 2, 2, 4, 4, 4, 4, *[8] * 8))
+        self.batch = iter(batch for batch in BATCHES for _ in range(batch))
 
     async def complete(
         self, prompt: str | Sequence[int], *, max_tokens: int, **_: Any
@@ -134,6 +136,25 @@ async def test_the_curves_and_the_link_of_the_fleet_are_found(tmp_path: Path) ->
     assert found_link.rtt_ms == pytest.approx(1e3 * RTT_S)
     assert found_link.opening_ms == pytest.approx(1e3 * (BEYOND_S - RTT_S), rel=0.3)
     assert (site.telemetry.interval_s, site.telemetry.settle_s) == (0.25, 0.25)
+
+
+async def test_steps_that_leap_are_points_and_not_a_line() -> None:
+    samples = await measured(Fleet())
+    leaps = {1: 0.05, 2: 0.1, 3: 0.12, 4: 0.08, 8: 0.09}
+    samples.steps = [(batch, late * s) for batch, s in leaps.items() for late in (0.9, 1, 3)]
+    decode = DecodeTimes(**profiles(samples, 16, "a test")["far"]["decode"])
+    assert [decode.seconds(batch, 0) for batch in leaps] == pytest.approx([*leaps.values()])
+    assert decode.seconds(6, 0) == pytest.approx(0.085)
+
+
+def test_what_a_link_explains_of_noise_is_not_believed() -> None:
+    """P computes more slowly than the link carries, and answers are late by chance."""
+    rest_s = (0.046, 0.042, 0.083, 0.048, 0.044, 0.063)
+    carried = [
+        Carried(n, 10 * n, 10 * n, 1, 0, METERED, RTT_S, 3e-3 * n, 3e-3 * n + rest)
+        for n, rest in zip((187, 521, 1485, 174, 520, 1449), rest_s, strict=True)
+    ]
+    assert link(carried, CHUNK, 30)[0] == METERED
 
 
 def test_of_a_link_that_is_never_waited_for_the_meter_is_believed() -> None:
