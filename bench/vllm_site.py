@@ -16,6 +16,7 @@ from local_engine.demo_safetensors import demo_model_directory
 from prfaas.settings import load_settings
 from prfaas.testing.link import LinkShape
 from prfaas.testing.link_process import LinkProcess
+from prfaas.testing.vllm_beside import agent_settings, vllm_options
 from prfaas.up.client import OpenAIClient
 from prfaas.up.cluster import paired, wait_cluster
 from prfaas.up.paths import default_cache_dir
@@ -91,13 +92,17 @@ async def running_vllm_site(say: Callable[[str], None]) -> AsyncIterator[VllmSit
 
         say("starting five vLLMs, two agents and two gateways: a minute or two")
         # No bursts of the link meter: here the link is what the benchmark says it is.
-        d_agent = {"probe_bytes": 0, "slower_by": 0, **_beside(main.d_engine_url, directory, "d")}
+        d_agent = {
+            "probe_bytes": 0,
+            "slower_by": 0,
+            **agent_settings(main.d_engine_url, directory, "d"),
+        }
         await supervisor.start(
             (
-                *main.prefill_side(agent=_beside(main.p_engine_url, directory, "p"))[1:],
+                *main.prefill_side(agent=agent_settings(main.p_engine_url, directory, "p"))[1:],
                 *main.decode_side(prefill_port=link.port, agent=d_agent)[:1],
-                vllm("p-engine", main.ports.p_engine, p_core, _connected(directory, "p")),
-                vllm("d-engine", main.ports.d_engine, d_core, _connected(directory, "d")),
+                vllm("p-engine", main.ports.p_engine, p_core, vllm_options(directory, "p")),
+                vllm("d-engine", main.ports.d_engine, d_core, vllm_options(directory, "d")),
                 vllm("p-storage", p_storage, p_core, _storing(p_root)),
                 vllm("d-storage", d_storage, d_core, _storing(d_root)),
                 vllm("d-alone", alone, d_core, ()),
@@ -156,24 +161,6 @@ def vllm_process(
     return ProcessSpec(name, arguments, log, core)
 
 
-def _connected(directory: Path, side: str) -> tuple[str, ...]:
-    connector = {
-        "kv_connector": "PrfaasConnector",
-        "kv_connector_module_path": "prfaas_connect.vllm.connector",
-        "kv_role": "kv_producer" if side == "p" else "kv_consumer",
-        "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {"socket": str(directory / f"{side}.sock")},
-    }
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"ipc://{directory}/{side}-events",
-        "replay_endpoint": f"ipc://{directory}/{side}-replay",
-    }
-    transfer, published = json.dumps(connector), json.dumps(events)
-    return ("--kv-transfer-config", transfer, "--kv-events-config", published)
-
-
 def _storing(root: Path) -> tuple[str, ...]:
     connector = {
         "kv_connector": "ExampleConnector",
@@ -181,15 +168,3 @@ def _storing(root: Path) -> tuple[str, ...]:
         "kv_connector_extra_config": {"shared_storage_path": str(root)},
     }
     return ("--kv-transfer-config", json.dumps(connector))
-
-
-def _beside(url: str, directory: Path, side: str) -> dict[str, Any]:
-    """Settings of an agent whose engine is a vLLM."""
-    return {
-        "engine": "vllm",
-        "vllm": {
-            "url": url,
-            "kv_events": f"ipc://{directory}/{side}-events",
-            "kv_events_replay": f"ipc://{directory}/{side}-replay",
-        },
-    }

@@ -20,9 +20,21 @@ VOCABULARY = 600
 _WORKERS = 16
 
 
-def make_prompt(length: int, seed: object) -> list[int]:
+def make_prompt(length: int, seed: object = 1) -> list[int]:
     """Random token ids, the same for the same arguments."""
     return random.Random(f"{length}/{seed}").choices(range(10, VOCABULARY), k=length)
+
+
+def local_only(stack: RunningStack, prompt: Sequence[int], *, max_tokens: int) -> Answer:
+    """What D's engine says alone: no gateway, no agent, its cache kept out by a salt."""
+    answer = stack.complete(
+        list(prompt),
+        url=stack.stack.d_engine_url,
+        max_tokens=max_tokens,
+        cache_salt=f"alone-{len(prompt)}-{hash(tuple(prompt))}",
+    )
+    assert answer.status == 200, answer.body
+    return answer
 
 
 class Asker:
@@ -50,13 +62,7 @@ class Asker:
         """Tokens of a local-only run; asked for once, while D's engine is up and left alone."""
         key = tuple(prompt)
         if key not in self._right:
-            answer = self.stack.complete(
-                list(prompt),
-                url=self.stack.stack.d_engine_url,
-                max_tokens=self.max_tokens,
-                cache_salt=f"right-{hash(key)}",
-            )
-            assert answer.status == 200, answer.body
+            answer = local_only(self.stack, prompt, max_tokens=self.max_tokens)
             self._right[key] = answer.token_ids
         return self._right[key]
 

@@ -129,6 +129,12 @@ class RunningStack:
         if gone:
             self._run(self._start(gone))
 
+    def whole_again(self) -> RunningStack:
+        """Itself, everything up and the link ready, whatever the test before has left of it."""
+        self.ensure_up()
+        self.wait_link_ready()
+        return self
+
     def wait_end(self, name: str) -> int:
         """The exit status of a process that is about to end."""
         status = self._run(self._processes[name].wait())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from prfaas.settings import load_settings
 from prfaas.testing.link import LinkShape
 from prfaas.testing.link_process import LinkProcess
 from prfaas.testing.stack import RunningStack
+from prfaas.testing.vllm_beside import agent_settings, vllm_options
 from prfaas.testing.vllm_server import READY_TIMEOUT_S
 from prfaas.up.process import ProcessSpec
 from prfaas.up.stack import Stack, StackPlan, free_ports
@@ -41,23 +41,6 @@ def vllm_decode_process(
 
     `core` binds the threads of its workers, `pin` all its processes.
     """
-    connector = {
-        "kv_connector": "PrfaasConnector",
-        "kv_connector_module_path": "prfaas_connect.vllm.connector",
-        "kv_role": "kv_consumer",
-        "kv_load_failure_policy": "fail",
-        "kv_connector_extra_config": {
-            "socket": str(stack.directory / "d.sock"),
-            "chunk_tokens": CHUNK_TOKENS,
-            **(options or {}),
-        },
-    }
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"ipc://{stack.directory}/d-events",
-        "replay_endpoint": f"ipc://{stack.directory}/d-replay",
-    }
     arguments = (
         *("-m", "prfaas.testing.vllm_server", "--port", str(stack.ports.d_engine)),
         *("--core", core, "--", str(model)),
@@ -65,8 +48,7 @@ def vllm_decode_process(
         *("--dtype", dtype, "--block-size", str(block), "--max-model-len", str(max_context)),
         *("--kv-cache-memory-bytes", str(kv_bytes), *(("--enforce-eager",) if eager else ())),
         *("--max-num-seqs", "16"),
-        *("--kv-transfer-config", json.dumps(connector)),
-        *("--kv-events-config", json.dumps(events)),
+        *vllm_options(stack.directory, "d", chunk_tokens=CHUNK_TOKENS, **(options or {})),
         *extra,
     )
     return ProcessSpec("d-engine", arguments, stack.directory / "d-engine.log", core=pin)
@@ -100,12 +82,7 @@ def vllm_decode_stack(
         "metrics_port": d_metrics,
         "slower_by": 0,
         "verify_import": True,
-        "engine": "vllm",
-        "vllm": {
-            "url": stack.d_engine_url,
-            "kv_events": f"ipc://{directory}/d-events",
-            "kv_events_replay": f"ipc://{directory}/d-replay",
-        },
+        **agent_settings(stack.d_engine_url, directory, "d"),
     }
     decode_agent, _ = stack.decode_side(agent=d_agent, prefill_port=prefill_port)
     specs = (

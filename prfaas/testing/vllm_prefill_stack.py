@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from prfaas.settings import load_settings
 from prfaas.testing.stack import RunningStack
+from prfaas.testing.vllm_beside import agent_settings, vllm_options
 from prfaas.testing.vllm_decode_stack import CHUNK_TOKENS, LIMITS, vllm_decode_process
 from prfaas.testing.vllm_server import READY_TIMEOUT_S
 from prfaas.up.process import ProcessSpec
@@ -42,21 +42,6 @@ def vllm_prefill_process(
 
     `crowds`: it begins prompts side by side that do not fit its pool together, and preempts.
     """
-    connector = {
-        "kv_connector": "PrfaasConnector",
-        "kv_connector_module_path": "prfaas_connect.vllm.connector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {
-            "socket": str(stack.directory / "p.sock"),
-            "chunk_tokens": CHUNK_TOKENS,
-        },
-    }
-    events = {
-        "enable_kv_cache_events": True,
-        "publisher": "zmq",
-        "endpoint": f"ipc://{stack.directory}/p-events",
-        "replay_endpoint": f"ipc://{stack.directory}/p-replay",
-    }
     arguments = (
         *("-m", "prfaas.testing.vllm_server", "--port", str(stack.ports.p_engine)),
         *("--core", core, "--"),
@@ -68,8 +53,7 @@ def vllm_prefill_process(
         *("--tensor-parallel-size", str(ranks)),
         *(("--no-scheduler-reserve-full-isl",) if crowds else ()),
         *(("--long-prefill-token-threshold", str(CHUNK_TOKENS)) if crowds else ()),
-        *("--kv-transfer-config", json.dumps(connector)),
-        *("--kv-events-config", json.dumps(events)),
+        *vllm_options(stack.directory, "p", chunk_tokens=CHUNK_TOKENS),
     )
     return ProcessSpec("p-engine", arguments, stack.directory / "p-engine.log")
 
@@ -94,9 +78,9 @@ def vllm_prefill_stack(
     stack = Stack.create(plan, directory)
     d_metrics, p_metrics = free_ports(2)
     d_agent = {"metrics_port": d_metrics, "verify_import": True, "slower_by": 0}
-    p_agent = {"metrics_port": p_metrics, **_beside_vllm(stack.p_engine_url, directory, "p")}
+    p_agent = {"metrics_port": p_metrics, **agent_settings(stack.p_engine_url, directory, "p")}
     if d_vllm is not None:
-        d_agent |= _beside_vllm(stack.d_engine_url, directory, "d")
+        d_agent |= agent_settings(stack.d_engine_url, directory, "d")
     decode_agent, decode_engine = stack.decode_side(
         agent=d_agent,
         engine={**D_ENGINE, "dtype": dtype, "kv_dtype": dtype, "block_tokens": d_block},
@@ -122,15 +106,3 @@ def vllm_prefill_stack(
         yield running
     finally:
         running.stop()
-
-
-def _beside_vllm(url: str, directory: Path, side: str) -> dict[str, Any]:
-    """Settings of an agent whose engine is a vLLM."""
-    return {
-        "engine": "vllm",
-        "vllm": {
-            "url": url,
-            "kv_events": f"ipc://{directory}/{side}-events",
-            "kv_events_replay": f"ipc://{directory}/{side}-replay",
-        },
-    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -14,28 +15,32 @@ from prfaas.testing.stack import RunningStack, running_stack
 ENGINE = {"chunk_tokens": 64, "kv_memory_bytes": 16 << 20, "max_context": 8192}
 
 
+def always_remote(
+    directory: Path, model: Path, kv_dtype: str, p_block: int
+) -> AbstractContextManager[RunningStack]:
+    """Every prompt goes to P, every import is read back and compared."""
+    return running_stack(
+        directory / "stack",
+        model,
+        gateway={"policy": {"name": "always_remote"}, "short_body_bytes": 0},
+        agent={"verify_import": True},
+        d_engine={**ENGINE, "kv_dtype": kv_dtype, "block_tokens": 64},
+        p_engine={**ENGINE, "kv_dtype": kv_dtype, "block_tokens": p_block},
+    )
+
+
 @pytest.fixture(scope="session")
 def fp32_one(
     tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
 ) -> Iterator[RunningStack]:
-    """fp32 KV; blocks of 16 at P and 64 at D; every import read back and compared."""
-    with running_stack(
-        tmp_path_factory.mktemp("fp32") / "stack",
-        tiny_model_dir,
-        gateway={"policy": {"name": "always_remote"}, "short_body_bytes": 0},
-        agent={"verify_import": True},
-        d_engine={**ENGINE, "kv_dtype": "float32", "block_tokens": 64},
-        p_engine={**ENGINE, "kv_dtype": "float32", "block_tokens": 16},
-    ) as stack:
+    """fp32 KV; blocks of 16 at P and 64 at D."""
+    with always_remote(tmp_path_factory.mktemp("fp32"), tiny_model_dir, "float32", 16) as stack:
         yield stack
 
 
 @pytest.fixture
 def always_remote_fp32(fp32_one: RunningStack) -> RunningStack:
-    """The same, whole again whatever the test before has left of it."""
-    fp32_one.ensure_up()
-    fp32_one.wait_link_ready()
-    return fp32_one
+    return fp32_one.whole_again()
 
 
 @pytest.fixture(scope="session")
@@ -43,14 +48,7 @@ def always_remote_bf16(
     tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
 ) -> Iterator[RunningStack]:
     """bf16 KV; chunks, tails and prefix hits start at multiples of one chunk size on both sides."""
-    with running_stack(
-        tmp_path_factory.mktemp("bf16") / "stack",
-        tiny_model_dir,
-        gateway={"policy": {"name": "always_remote"}, "short_body_bytes": 0},
-        agent={"verify_import": True},
-        d_engine={**ENGINE, "kv_dtype": "bfloat16", "block_tokens": 64},
-        p_engine={**ENGINE, "kv_dtype": "bfloat16", "block_tokens": 64},
-    ) as stack:
+    with always_remote(tmp_path_factory.mktemp("bf16"), tiny_model_dir, "bfloat16", 64) as stack:
         yield stack
 
 
@@ -65,10 +63,7 @@ def slow_one(
 
 @pytest.fixture
 def slow(slow_one: RunningStack) -> RunningStack:
-    """The same, whole again whatever the test before has left of it."""
-    slow_one.ensure_up()
-    slow_one.wait_link_ready()
-    return slow_one
+    return slow_one.whole_again()
 
 
 @pytest.fixture(scope="session")

@@ -6,35 +6,24 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
+from prfaas.testing import asking
+from prfaas.testing.asking import make_prompt
 from prfaas.testing.oracle import Comparison, TopTwoGap
 from prfaas.testing.stack import Answer, RunningStack, wait_until
 
-VOCABULARY = 600
 CHUNK, D_BLOCK, P_BLOCK = 64, 64, 16
 OUTPUT = 12
+local_only = partial(asking.local_only, max_tokens=OUTPUT)
 
 LENGTHS = sorted(
     {1, 2, 3, 5, 40, 300, 777, 1000, 2047, 2500, 3000}
     | {edge + d for edge in (P_BLOCK, D_BLOCK, 2 * CHUNK, 1024) for d in (-1, 0, 1, 2)}
     | {5 * CHUNK + 1, 5 * CHUNK + P_BLOCK, 5 * CHUNK + P_BLOCK + 1, 7 * CHUNK, 11 * CHUNK + 33}
 )
-
-
-def make_prompt(length: int, seed: int) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(10, VOCABULARY), k=length)
-
-
-def local_only(stack: RunningStack, prompt: list[int]) -> Answer:
-    """The same engine process without transfer parameters, its cache kept out by a salt."""
-    salt = f"oracle-{len(prompt)}-{hash(tuple(prompt))}"
-    answer = stack.complete(
-        prompt, url=stack.stack.d_engine_url, max_tokens=OUTPUT, cache_salt=salt
-    )
-    assert answer.status == 200, answer.body
-    return answer
 
 
 def remote(stack: RunningStack, prompt: list[int], salt: str = "remote") -> Answer:

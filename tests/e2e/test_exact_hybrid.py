@@ -117,10 +117,7 @@ def slow_hybrid_one(
 
 @pytest.fixture
 def slow_hybrid(slow_hybrid_one: RunningStack) -> RunningStack:
-    """The same, whole again whatever the test before has left of it."""
-    slow_hybrid_one.ensure_up()
-    slow_hybrid_one.wait_link_ready()
-    return slow_hybrid_one
+    return slow_hybrid_one.whole_again()
 
 
 @pytest.mark.parametrize("victim", ["p-agent", "p-engine"])

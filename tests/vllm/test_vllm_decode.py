@@ -4,18 +4,20 @@ every fault.
 
 from __future__ import annotations
 
-import random
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from signal import SIGSTOP
 from typing import Any
 
 import pytest
 
+from prfaas.testing import asking
+from prfaas.testing.asking import make_prompt
 from prfaas.testing.link import LinkShape
 from prfaas.testing.stack import Answer, RunningStack, wait_until
 from prfaas.testing.tinygguf import write_tiny_gguf
@@ -31,6 +33,7 @@ pytestmark = [
 ]
 
 OUTPUT = 12
+local_only = partial(asking.local_only, max_tokens=OUTPUT)
 SLOW_LINK = LinkShape(16e6, 0.01)
 """A prompt of 2,000 tokens takes two seconds."""
 
@@ -56,19 +59,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Run
     ) as running:
         yield running
         assert "read back other bytes" not in running.log("d-agent")
-
-
-def make_prompt(length: int, seed: object = 1) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(10, 600), k=length)
-
-
-def local_only(stack: RunningStack, prompt: list[int]) -> Answer:
-    """The same vLLM without transfer parameters, its cache kept out by a salt."""
-    salt = f"oracle-{len(prompt)}-{hash(tuple(prompt))}"
-    url = stack.stack.d_engine_url
-    answer = stack.complete(prompt, url=url, max_tokens=OUTPUT, cache_salt=salt)
-    assert answer.status == 200, answer.body
-    return answer
 
 
 def remote(stack: RunningStack, prompt: list[int], salt: str = "remote", **more: Any) -> Answer:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prfaas.testing import asking
+from prfaas.testing.asking import make_prompt
 from prfaas.testing.oracle import Comparison
 from prfaas.testing.stack import Answer, RunningStack
 from prfaas.testing.tinymodel import make_tiny_model
@@ -24,6 +26,7 @@ pytestmark = [
 ]
 
 OUTPUT = 12
+local_only = partial(asking.local_only, max_tokens=OUTPUT)
 TWO_RANKS_ON_ONE_CORE = {"core": "1|1", "pin": 1, "ranks": 2}
 """Workers wait for each other by spinning: one on each of two cores leaves none to P's agent."""
 
@@ -33,19 +36,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama with heads of a size that vLLM's CPU attention takes."""
     directory = tmp_path_factory.mktemp("model") / "tiny"
     return make_tiny_model(directory, hidden=128, heads=4, kv_heads=2, head_dim=32)
-
-
-def make_prompt(length: int, seed: int = 1) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(10, 600), k=length)
-
-
-def local_only(stack: RunningStack, prompt: list[int]) -> Answer:
-    """D's vLLM without transfer parameters, its cache kept out by a salt."""
-    salt = f"oracle-{len(prompt)}-{hash(tuple(prompt))}"
-    url = stack.stack.d_engine_url
-    answer = stack.complete(prompt, url=url, max_tokens=OUTPUT, cache_salt=salt)
-    assert answer.status == 200, answer.body
-    return answer
 
 
 def remote(stack: RunningStack, prompt: list[int]) -> Answer:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from signal import SIGSTOP
 
@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from local_engine.testing_gap import top_two_gap
+from prfaas.testing import asking
+from prfaas.testing.asking import make_prompt
 from prfaas.testing.stack import Answer, RunningStack, wait_until
 from prfaas.testing.tinygguf import write_tiny_gguf
 from prfaas.testing.tinymodel import make_tiny_model
@@ -28,6 +30,7 @@ pytestmark = [
 ]
 
 OUTPUT = 12
+local_only = partial(asking.local_only, max_tokens=OUTPUT)
 BF16_TIE = 1.0
 """Gap of the two best logits in bf16, whose steps are 0.125 to 0.25 in this model."""
 
@@ -44,19 +47,6 @@ def fp32(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Runn
     """Small blocks, prompts of several steps, prefix caching."""
     with vllm_prefill_stack(tmp_path_factory.mktemp("fp32") / "s", model, block=32) as stack:
         yield stack
-
-
-def make_prompt(length: int, seed: int = 1) -> list[int]:
-    return random.Random(f"{length}/{seed}").choices(range(10, 600), k=length)
-
-
-def local_only(stack: RunningStack, prompt: list[int]) -> Answer:
-    salt = f"oracle-{len(prompt)}-{hash(tuple(prompt))}"
-    answer = stack.complete(
-        prompt, url=stack.stack.d_engine_url, max_tokens=OUTPUT, cache_salt=salt
-    )
-    assert answer.status == 200, answer.body
-    return answer
 
 
 def remote(stack: RunningStack, prompt: list[int], salt: str = "remote") -> Answer:
