@@ -17,7 +17,7 @@ from typing import Any
 
 from bench import gateway_routers, shared_state
 from bench.gateway_engine import MODEL
-from bench.gateway_load import CHAT, Load
+from bench.gateway_load import CHAT
 from bench.harness import Report
 from gateway.upstream import HttpUpstream
 from prfaas.limits import Limits
@@ -29,7 +29,6 @@ ANSWER_TOKENS = 11
 BUDGET_PER_MINUTE = 12_000.0
 CLIENTS = 8
 _PAUSE_S = 0.02
-_ONE = Load("one", 200, 1, 1000)
 
 
 async def add_redis_rows(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from prfaas.hashing import BlockHash
 from prfaas.ledger import Piece
 from prfaas.session_messages import PrefillReport
 from prfaas.snapshot import Decision, Outcome, RequestFacts, Snapshot
@@ -36,14 +34,6 @@ class LearningPolicy(RoutingPolicy[State], Protocol):
 
     def saw(self, state: State, request: RequestFacts, snapshot: Snapshot) -> State:
         """After each decision: the state with the request counted."""
-        ...
-
-
-class PrefixIndex(Protocol):
-    """Which prefixes an engine holds."""
-
-    def match(self, engine: str, chain: Sequence[BlockHash]) -> int:
-        """How many leading blocks of `chain` the engine holds."""
         ...
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -135,11 +134,6 @@ class Page:
             "v => `${v.id}: ${v.help}: ${v.nodes.map(n => n.html.slice(0, 160)).join(' ')}`))"
         )
         return found
-
-    async def screenshot(self, file: Path, *, whole: bool = True) -> None:
-        """As PNG; `whole`: beyond the window too."""
-        taken = await self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        await asyncio.to_thread(file.write_bytes, base64.b64decode(taken["data"]))
 
 
 @asynccontextmanager
