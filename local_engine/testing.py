@@ -315,7 +315,7 @@ class CoreHarness:
 class LoopbackAgents:
     """Both agents between two harnesses in one process: what P exports lies in D's staging.
 
-    `pump` moves what there is to move and frees P's ring as far as `free_records` allows.
+    `pump` moves what there is to move and frees P's ring as it goes.
     """
 
     def __init__(self, decode: CoreHarness, prefill: CoreHarness) -> None:

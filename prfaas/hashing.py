@@ -1,7 +1,7 @@
 """Block hash chain: names of KV blocks that are the same in every process and differ by salt.
 
 A block's hash covers its tokens and everything before them, so equal hashes mean equal prefixes.
-The salt is mixed in at the root: two tenants never share a hash (cases 7 and 32).
+The salt is mixed in at the root: two tenants never share a hash.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class SendSession:
         return self._control(FrameType.ACCEPT, convert.accept_to_bytes(accept))
 
     def seal(self, report: PrefillReport) -> Frame:
-        """SEAL. Raises CorruptKv naming what the engine never exported (case 34)."""
+        """SEAL. Raises CorruptKv naming what the engine never exported."""
         self._require(SendState.PREFILLING)
         if not self.ledger.whole:
             raise CorruptKv(f"the engine did not export {self.ledger.describe_missing()}")

@@ -23,7 +23,7 @@ class LinkClass(enum.StrEnum):
 
 
 class Reason(enum.StrEnum):
-    """Why a decision went the way it did; one counter label each, never one lump (case 1)."""
+    """Why a decision went the way it did; one counter label each, never one lump."""
 
     OFFLOAD_OFF = "offload_off"
     FEATURE = "feature"
@@ -150,7 +150,7 @@ class Snapshot(Value, frozen=True):
     token_bytes: int
     """Raw KV bytes a token."""
     max_age_s: float
-    """Telemetry older than this counts as unknown (case 12)."""
+    """Telemetry older than this counts as unknown."""
     fallback_free_tokens: int = 0
     """What is left of the fallback budget."""
     state_bytes: int = 0
@@ -190,7 +190,7 @@ class Decision(Value, frozen=True):
     """Where to prefill, in which order to try instances, and why.
 
     Remote with an empty plan: the policy insists on remote and no instance can take the request,
-    so `on_failure` decides (case 2).
+    so `on_failure` decides.
     """
 
     target: Target

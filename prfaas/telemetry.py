@@ -50,7 +50,7 @@ class KvDelta:
     """Changes of the engine's prefix cache; `cleared` empties the index before `stored` applies.
 
     A full event has one (cleared, with all hashes, possibly none) for an engine that publishes
-    cache events, and none for an engine that does not: then its cache counts as unknown (case 3).
+    cache events, and none for an engine that does not: then its cache counts as unknown.
     """
 
     engine: str

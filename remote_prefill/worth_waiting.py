@@ -1,4 +1,4 @@
-"""Whether a transfer is still worth waiting for, or D would compute the rest sooner (case 11)."""
+"""Whether a transfer is still worth waiting for, or D would compute the rest sooner."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class PrefillScript:
 class ScriptedEngine:
     """Owns its port, one prefill thread and nothing else; `close` ends them.
 
-    The decode role is driven by the test: `fetch`, `abort`, `release`, `staged_kv`.
+    The decode role is driven by the test: `fetch`, `abort`, `release`, `staged_bytes`.
     """
 
     def __init__(
