@@ -32,7 +32,7 @@ _GOODPUT_RANGE = 8.0
 """Factor by which the meter may be wrong, up and down."""
 _BETTER = 0.99
 """An error that is not smaller than so is no better."""
-_SEEN = 0.002
+_SEEN = 0.005
 """Of a TTFT, on average: what explains less of it explains noise."""
 _ON_A_LINE = 0.1
 """Relative errors of decode steps up to which a line describes them."""
