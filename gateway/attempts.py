@@ -81,11 +81,12 @@ class Attempts:
         """The best engine, and while nothing of an answer has come, another one where it fails, or
         another place for its prefill where that gains.
 
-        Raises the PrfaasError of the last one.
+        Raises the PrfaasError of the last one, unless one before it said when to come back.
         """
         record, prompt = job.record, job.prompt
         most = min(self._limits.engine_attempts, len(self._engines))
         engine, better = self._choose(job), None
+        refused: WholeAnswer | None = None
         while True:
             record.recent_tokens = self._engines.sent(engine, prompt.chains, prompt.texts)
             last = len(record.tried) >= most
@@ -104,6 +105,8 @@ class Attempts:
                 continue
             except EngineUnavailable as exc:
                 self._engines.failed(engine)
+                if last and refused is not None and record.first_event_at is None:
+                    return refused  # says more than that another one cannot be reached
                 if last or record.first_event_at is not None:
                     raise
                 why = exc.kind
@@ -126,6 +129,8 @@ class Attempts:
                     self._engines.paced(engine, gap_s)
                 if last or status not in RETRIED_STATUSES:
                     return answer
+                if status not in BROKEN_STATUSES and isinstance(answer, WholeAnswer):
+                    refused = answer
                 why = f"status_{status}"
             logger.info("%s: %s failed (%s), trying another", record.request_id, engine.name, why)
             self._metrics.engine_retries.labels(engine.name, why).inc()

@@ -230,6 +230,18 @@ async def test_when_all_fail_the_last_one_says_why(make_fleet: Any) -> None:
         assert len((await fleet.record(request_id))["tried"]) == 2, "limits.engine_attempts"
 
 
+async def test_an_honest_refusal_is_not_hidden_by_an_engine_that_is_away(make_fleet: Any) -> None:
+    async with make_fleet(2, agents=False) as fleet:
+        fleet.engines[0].script = Script(error=Overloaded("full for now", retry_after_s=7.0))
+        fleet.engines[1].script = Script(stop_after=0, then="cut")
+        for _ in range(6):  # whichever comes first
+            body = completion(long_prompt(20), stream=True)
+            async with fleet.client.post("/v1/completions", json=body) as response:
+                assert response.status == 503
+                assert response.headers["retry-after"] == "7"
+                assert "full for now" in await response.text()
+
+
 async def test_a_bad_request_is_not_tried_elsewhere(make_fleet: Any) -> None:
     async with make_fleet(policy={"name": "always_local"}) as fleet:
         for engine in fleet.engines:
