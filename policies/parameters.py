@@ -42,6 +42,7 @@ SPANS: Mapping[str, Mapping[str, Span]] = MappingProxyType(
             "busy_share": Span(0.0, 1.0),
             "link_weight": Span(0.0, 2.0),
             "queue_weight": Span(0.0, 1.0),
+            "loss_share": Span(0.1, 2.0, log=True),
             "link_budget_s": Span(1.0, 60.0, log=True),
             "move_gain_s": Span(0.0, 5.0),
         },

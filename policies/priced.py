@@ -12,6 +12,8 @@ from policies.paper import SOLVE_EVERY, Learnt, counted
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import (
     Decision,
+    EngineLoad,
+    Estimate,
     Outcome,
     Reason,
     RemoteInstance,
@@ -65,13 +67,17 @@ class Priced:
       at a loss. Where nobody waits at the site that this protects, up to `busy_share` of it falls
       away, and nothing is sent at a loss while D has no queue: so small loads are served where
       they are served sooner.
-    - the link price: its seconds alone on the link, for each transfer under way there (their bytes
-      over those of the average prompt that leaves), times `link_weight`. So much longer do the
-      others take. It follows the load, and the rate of a link that drops.
-    - `egress_s_per_gb` for each gigabyte on the wire.
+    - the link price: its seconds alone on the link, for each transfer that will still be under way
+      there when its own begins (their bytes over those of the average prompt that leaves), times
+      `link_weight`. So much longer do the others take. It follows the load, and the rate of a link
+      that drops.
 
     D's price has the same of its own queue: the prompt's prefill seconds for each prompt of the
     average that is ahead, times `queue_weight`.
+
+    What all these come to costs a prompt at most `loss_share` of its TTFT where that is shortest:
+    it may give way to others, but is not sacrificed for them. `egress_s_per_gb` for each gigabyte
+    on the wire comes on top.
 
     A peer is left out while the bytes on its link exceed `link_budget_s`, and returns when half of
     that is left; one whose KV does not fit D's staging with headroom is left out too. Unknown or
@@ -87,6 +93,7 @@ class Priced:
         self._busy_share = settings.busy_share
         self._link_weight = settings.link_weight
         self._queue_weight = settings.queue_weight
+        self._loss_share = settings.loss_share
         self._egress_s_per_byte = settings.egress_s_per_gb / 1e9
         self._link_budget_s = settings.link_budget_s
         self._staging_headroom = settings.staging_headroom
@@ -109,6 +116,7 @@ class Priced:
         local = local_estimate(request, snapshot)
         if local is None:
             return Decision(Target.LOCAL, Reason.UNMEASURED, (), (), uncached)
+        local = _first_free_local(local, here.load, here.instances)
         remotes, reason = usable(request, snapshot)
         need_bytes = snapshot.token_bytes * uncached + snapshot.state_bytes
         if remotes and need_bytes * self._staging_headroom > here.free_staging_bytes:
@@ -120,27 +128,32 @@ class Priced:
             return Decision(Target.LOCAL, reason, (), (local,), uncached)
         ranked: list[tuple[float, int, Parts]] = []
         decode_s, import_s = arrival_seconds(request, snapshot), state.imports.s_per_byte
+        leaving_s = self._length_s(uncached, local.queue_s, state)
+        if state.local_s > 0:
+            leaving_s -= self._queue_weight * local.prefill_s * local.queue_s / state.local_s
         for at, remote in enumerate(remotes):
             parts = remote_parts(request, snapshot, remote, decode_s, import_s)
-            ranked.append((parts[0] + self._wire_s(need_bytes, remote, snapshot, state), at, parts))
+            wire_bytes = _on_wire(need_bytes, snapshot.state_bytes, remote)
+            if parts[1] > 0 and remote.instances > 1:
+                parts = _first_free(parts, remote, wire_bytes, import_s * need_bytes)
+            away_s = parts[0]
+            price_s = leaving_s + self._link_s(wire_bytes, parts[1], remote, snapshot, state)
+            most_s = self._loss_share * (away_s if away_s < local.ttft_s else local.ttft_s)
+            price_s = most_s if price_s > most_s else -most_s if price_s < -most_s else price_s
+            ranked.append((away_s + price_s + self._egress_s_per_byte * wire_bytes, at, parts))
         ranked.sort()
-        limit_s = local.ttft_s * (1 - self._remote_margin) - self._length_s(
-            uncached, local.queue_s, state
-        )
-        if state.local_s > 0:
-            limit_s += self._queue_weight * local.prefill_s * local.queue_s / state.local_s
+        limit_s = local.ttft_s * (1 - self._remote_margin)
         ranked = ranked[:MAX_PLAN]
         estimates = (local, *[as_estimate(remotes[at], parts) for _, at, parts in ranked])
         away_s = ranked[0][2][0]
         if ranked[0][0] >= limit_s:
-            faster = away_s >= local.ttft_s * (1 - self._remote_margin)
-            reason = Reason.LOCAL_FASTER if faster else Reason.LOCAL_CHEAPER
+            reason = Reason.LOCAL_FASTER if away_s >= limit_s else Reason.LOCAL_CHEAPER
             return Decision(Target.LOCAL, reason, (), estimates, uncached)
         plan = tuple(
             [
                 (remotes[at].peer, remotes[at].instance)
-                for price_s, at, _ in ranked
-                if price_s < limit_s
+                for cost_s, at, _ in ranked
+                if cost_s < limit_s
             ]
         )
         reason = Reason.REMOTE_FASTER if away_s < local.ttft_s else Reason.REMOTE_CHEAPER
@@ -197,20 +210,21 @@ class Priced:
             return raw_bytes, local_s
         return raw_bytes, _averaged(local_s, local.curve.seconds(uncached, local.matched_tokens))
 
-    def _wire_s(
-        self, raw_bytes: int, remote: RemoteInstance, snapshot: Snapshot, state: Prices
+    def _link_s(
+        self,
+        wire_bytes: float,
+        queue_s: float,
+        remote: RemoteInstance,
+        snapshot: Snapshot,
+        state: Prices,
     ) -> float:
-        """What the prompt's KV costs on the wire beyond its own time there."""
-        link, egress = remote.link, self._egress_s_per_byte
-        state_bytes = snapshot.state_bytes
-        ratio = max(link.wire_ratio, 1e-9)
-        wire_bytes = (raw_bytes - state_bytes) / ratio + state_bytes
-        price_s = egress * wire_bytes
-        if state.raw_bytes > state_bytes and link.in_flight_bytes > 0:
-            average_bytes = (state.raw_bytes - state_bytes) / ratio + state_bytes
-            transfers = link.in_flight_bytes / average_bytes
-            price_s += self._link_weight * wire_bytes / link.goodput_bytes_per_s * transfers
-        return price_s
+        """How much longer the prompt's KV makes others wait on the link, in all."""
+        link, goodput = remote.link, remote.link.goodput_bytes_per_s
+        left_bytes = link.in_flight_bytes - queue_s * goodput
+        if left_bytes <= 0 or state.raw_bytes <= snapshot.state_bytes:
+            return 0.0
+        transfers = left_bytes / _on_wire(state.raw_bytes, snapshot.state_bytes, remote)
+        return self._link_weight * wire_bytes / goodput * transfers
 
     def _length_s(self, uncached: int, local_queue_s: float, state: Prices) -> float:
         """The length price of leaving: negative where a prompt should leave even at a loss."""
@@ -239,6 +253,37 @@ class Priced:
         share = REOPEN_SHARE if remote.peer in state.closed else 1.0
         link = remote.link
         return link.in_flight_bytes > share * self._link_budget_s * link.goodput_bytes_per_s
+
+
+def _on_wire(raw_bytes: float, state_bytes: int, remote: RemoteInstance) -> float:
+    ratio = remote.link.wire_ratio
+    return (raw_bytes - state_bytes) / (ratio if ratio > 1e-9 else 1e-9) + state_bytes
+
+
+def _first_free_share(load: EngineLoad, instances: int) -> float:
+    """Of the wait for an average engine of those behind one queue: until the first comes free.
+
+    What each has begun ends at another time, the first a share of `instances` into it."""
+    prompts = load.waiting + load.sent_requests
+    return 1 - (1 - 1 / instances) / prompts if prompts > 0 else 1.0
+
+
+def _first_free_local(local: Estimate, load: EngineLoad, instances: int) -> Estimate:
+    if local.queue_s <= 0 or instances <= 1:
+        return local
+    queue_s = local.queue_s * _first_free_share(load, instances)
+    return replace(local, queue_s=queue_s, ttft_s=local.ttft_s - local.queue_s + queue_s)
+
+
+def _first_free(parts: Parts, remote: RemoteInstance, wire_bytes: float, import_s: float) -> Parts:
+    """The estimate with the queue until the first engine comes free; the link may bind then."""
+    ttft_s, queue_s, prefill_s, _, decode_s, uncached = parts
+    link, goodput = remote.link, remote.link.goodput_bytes_per_s
+    first_s = queue_s * _first_free_share(remote.load, remote.instances)
+    carried_s = max(link.in_flight_bytes / goodput, first_s) + wire_bytes / goodput + import_s
+    arrived_s = max(carried_s, ttft_s - link.rtt_s - decode_s - (queue_s - first_s))
+    transfer_s = arrived_s - first_s - prefill_s
+    return link.rtt_s + arrived_s + decode_s, first_s, prefill_s, transfer_s, decode_s, uncached
 
 
 def _averaged(average: float, one: float) -> float:

@@ -77,6 +77,12 @@ class PolicySettings(Section):
         description="Policy `priced`: how much of the time counts by which a prompt delays others "
         "in D's queue.",
     )
+    loss_share: float = Field(
+        0.5,
+        ge=0,
+        description="Policy `priced`: prices of length, link and queue cost a request at most this "
+        "share of its estimated TTFT where that is shortest.",
+    )
     egress_s_per_gb: float = Field(
         0.0,
         ge=0,

@@ -112,7 +112,7 @@ def with_transfers(seconds: float) -> Snapshot:
 def test_a_transfer_pays_for_the_time_that_those_under_way_lose() -> None:
     """The prompt is 92 MB: 1.8 s on the wire, for each of the transfers under way."""
     state = learnt(4000, raw_bytes=92e6)
-    free, usual, dear = (priced(link_weight=weight) for weight in (0.0, 1.0, 20.0))
+    free, usual, dear = (priced(link_weight=weight, loss_share=10.0) for weight in (0.0, 1.0, 20.0))
     for seconds, goes in ((0.0, (True, True, True)), (2.0, (True, True, False))):
         snapshot = with_transfers(seconds)
         found = [p.decide(long_request(), snapshot, state) for p in (free, usual, dear)]
@@ -123,6 +123,76 @@ def test_a_transfer_pays_for_the_time_that_those_under_way_lose() -> None:
     assert usual.decide(long_request(), with_transfers(2.0), small).target is Target.LOCAL
     # nothing is known of what leaves: no price
     assert dear.decide(long_request(), with_transfers(2.0), learnt(4000)).target is Target.REMOTE
+
+
+def test_transfers_that_end_before_its_own_begins_cost_a_prompt_nothing() -> None:
+    """P's queue of 8 s is longer than the link's, and D's longer still."""
+    policy, state = priced(link_weight=20.0, loss_share=10.0), learnt(4000, raw_bytes=92e6)
+    for seconds, target in ((7.0, Target.REMOTE), (11.0, Target.LOCAL)):
+        snapshot = with_local(
+            with_transfers(seconds), load=EngineLoad(queue_tokens=12_000, waiting=1, age_s=0.1)
+        )
+        load = EngineLoad(queue_tokens=4000, waiting=1, age_s=0.1)
+        decision = policy.decide(long_request(), with_remote(snapshot, load=load), state)
+        assert decision.estimates[1].queue_s == pytest.approx(8.8, abs=0.5)
+        assert decision.target is target
+
+
+def test_prices_cost_a_prompt_no_more_than_a_share_of_its_best_ttft() -> None:
+    """D takes twice as long, then P: what the others would gain does not count for more."""
+    state = learnt(4000, raw_bytes=92e6 / 100)
+    crowded = with_transfers(4.0)
+    sacrificed, held = priced(loss_share=50.0), priced(loss_share=0.3)
+    decision = sacrificed.decide(long_request(), crowded, state)
+    assert (decision.target, decision.reason) == (Target.LOCAL, Reason.LOCAL_CHEAPER)
+    local, remote = decision.estimates
+    assert local.ttft_s > 1.5 * remote.ttft_s
+    assert held.decide(long_request(), crowded, state).target is Target.REMOTE
+    # and the other way round: nothing is sent for the sake of D's queue where that takes long
+    slower = with_remote(equal_places(), load=EngineLoad(queue_tokens=4000, waiting=2, age_s=0.1))
+    sacrificed, held = (
+        priced(loss_share=share, queue_weight=1.0, length_price_s=0.0) for share in (50.0, 0.3)
+    )
+    state = learnt(4000, local_s=0.1)
+    assert sacrificed.decide(long_request(), slower, state).target is Target.REMOTE
+    decision = held.decide(long_request(), slower, state)
+    local, remote = decision.estimates
+    assert 1.3 * local.ttft_s < remote.ttft_s
+    assert (decision.target, decision.reason) == (Target.LOCAL, Reason.LOCAL_FASTER)
+
+
+def test_no_share_bounds_what_egress_costs() -> None:
+    policy = priced(egress_s_per_gb=1000.0, loss_share=0.1)
+    decision = policy.decide(long_request(), busy_snapshot(), Prices())
+    assert (decision.target, decision.reason) == (Target.LOCAL, Reason.LOCAL_CHEAPER)
+
+
+def test_of_engines_behind_one_queue_the_first_comes_free_early() -> None:
+    """One that runs on each of four is half done on average: the first of them ends long before."""
+    load = EngineLoad(queue_tokens=2000, waiting=1, age_s=0.1)
+    one = with_local(with_remote(equal_places(), load=load), load=load)
+    four = with_local(with_remote(one, instances=4), instances=4)
+    alone, shared = (priced().decide(long_request(), s, Prices()).estimates for s in (one, four))
+    for before, after in zip(alone, shared, strict=True):
+        assert before.queue_s > 4
+        assert after.queue_s == pytest.approx(before.queue_s / 4)
+        assert after.ttft_s == pytest.approx(before.ttft_s - before.queue_s * 3 / 4)
+        parts = (after.queue_s, after.prefill_s, after.transfer_s, after.rtt_s, after.decode_s)
+        assert sum(parts) == pytest.approx(after.ttft_s)
+    # one more prompt for each waits for all of the work of one
+    more = replace(load, queue_tokens=4000, waiting=2)
+    decision = priced().decide(long_request(), with_remote(four, load=more), Prices())
+    assert decision.estimates[1].queue_s == pytest.approx(2 * alone[1].queue_s * 5 / 8, rel=0.01)
+
+
+def test_a_link_that_is_full_stays_so_whenever_an_engine_comes_free() -> None:
+    load = EngineLoad(queue_tokens=2000, waiting=1, age_s=0.1)
+    link = replace(busy_snapshot().remotes[0].link, in_flight_bytes=int(15 * 50e6))
+    snapshot = with_remote(busy_snapshot(), load=load, link=link, instances=4)
+    _, remote = priced().decide(long_request(), snapshot, Prices()).estimates
+    own_s = 4000 * snapshot.token_bytes / link.wire_ratio / 50e6
+    assert remote.ttft_s == pytest.approx(link.rtt_s + 15 + own_s + remote.decode_s)
+    assert remote.queue_s + remote.prefill_s < remote.ttft_s - own_s
 
 
 def test_a_prompt_pays_at_d_for_those_it_would_delay() -> None:
