@@ -29,9 +29,11 @@ class Admission:
                 f"{self._max_in_flight} requests are in flight, which is the limit",
                 retry_after_s=RETRY_AFTER_S,
             )
+        if not self.in_flight:
+            self._empty.clear()
         self.in_flight += 1
-        self.peak = max(self.peak, self.in_flight)
-        self._empty.clear()
+        if self.in_flight > self.peak:
+            self.peak = self.in_flight
 
     def leave(self) -> None:
         self.in_flight -= 1

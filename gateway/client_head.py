@@ -13,6 +13,8 @@ from gateway.schema import Api
 LINES = {f"POST {api.path} HTTP/1.1\r\n".encode(): api for api in Api}
 """Request lines of the short way."""
 MAX_HEAD_BYTES = 8190
+MAX_FIELDS = 128
+"""As on the long way, which refuses more."""
 
 PASSED_HEADERS = ("authorization", "accept", "tracestate", "user-agent")
 """Of the client's headers, what goes on to the engine; routing headers and all others do not, nor
@@ -35,22 +37,18 @@ MAX_KNOWN, MAX_KNOWN_BYTES = 64, 1024
 class ClientHead:
     """What we act on of one head. `fields` are those that the gateway reads or passes on."""
 
-    __slots__ = ("_complete", "_hosts", "_plain", "api", "body_bytes", "fields")
+    __slots__ = ("_complete", "_count", "_hosts", "_plain", "api", "body_bytes", "fields", "passed")
 
     def __init__(self, api: Api) -> None:
         self.api = api
         self.fields: dict[str, str] = {}
+        self.passed: dict[str, str] = {}
+        """Those that go on to the engine; heads that are alike share them."""
         self.body_bytes = -1
+        self._count = 0
         self._plain = True
         self._complete = False
         self._hosts = 0
-
-    def again(self, body_bytes: int) -> ClientHead:
-        """The same with a body of another length; `fields` are shared."""
-        head = ClientHead(self.api)
-        head.fields, head.body_bytes = self.fields, body_bytes
-        head._complete, head._hosts = True, 1
-        return head
 
     @property
     def usable(self) -> bool:
@@ -60,7 +58,10 @@ class ClientHead:
 
     def on_header(self, name: bytes, value: bytes) -> None:
         key = name.lower()
-        if key in _WANTED:
+        self._count += 1
+        if self._count > MAX_FIELDS:
+            self._plain = False
+        elif key in _WANTED:
             text = value.strip(b" \t").decode()
             self.fields.setdefault(key.decode(), text)  # the first one, as aiohttp
         elif key == b"content-length":
@@ -75,6 +76,7 @@ class ClientHead:
 
     def on_headers_complete(self) -> None:
         self._complete = True
+        self.passed = {name: self.fields[name] for name in PASSED_HEADERS if name in self.fields}
 
 
 def plain_head(data: bytes, end: int) -> ClientHead | None:
@@ -103,21 +105,26 @@ class KnownClientHeads:
     def __len__(self) -> int:
         return len(self._heads)
 
-    def read(self, data: bytes, end: int) -> ClientHead | None:
-        """As `plain_head`."""
+    def read(self, data: bytes, end: int) -> tuple[ClientHead, int] | None:
+        """As `plain_head`, and the bytes of its body: of a head that was read before `body_bytes`
+        is what came then.
+        """
         length = _LENGTH_LINE.search(data, 0, end)
         if length is None:
-            return plain_head(data, end)
+            head = plain_head(data, end)
+            return head and (head, head.body_bytes)
         start, stop = length.span(1)
         # No head that was read has a second such line, so it can be put in at one place only.
         key = data[:start] + data[stop:end]
         known = self._heads.get(key)
         if known is not None:
-            return known.again(int(length[1]))
+            return known, int(length[1])
         head = plain_head(data, end)
-        if head is not None and len(key) <= MAX_KNOWN_BYTES:
+        if head is None:
+            return None
+        if len(key) <= MAX_KNOWN_BYTES:
             self._keep(key, head)
-        return head
+        return head, head.body_bytes
 
     def _keep(self, key: bytes, head: ClientHead) -> None:
         """The latest few."""

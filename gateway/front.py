@@ -19,7 +19,6 @@ from gateway.admission import Admission
 from gateway.answers import REQUEST_ID_HEADER, AnswerHeads, error_answer
 from gateway.client_head import (
     MAX_HEAD_BYTES,
-    PASSED_HEADERS,
     ClientHead,
     KnownClientHeads,
     may_become_head,
@@ -68,6 +67,7 @@ class Front:
     ) -> None:
         """`fallback` makes aiohttp's protocol for a connection that is handed over."""
         self.limits = limits
+        self.max_body_bytes = limits.max_body_bytes
         self.generation = generation
         self.admission = admission
         self.metrics = metrics
@@ -202,24 +202,26 @@ class ClientConnection(asyncio.Protocol):
             self._held = data
             return
         self._held = b""
-        head = self._front.known_heads.read(data, end)
-        if head is None or head.body_bytes > self._front.limits.max_body_bytes:
+        front = self._front
+        found = front.known_heads.read(data, end)
+        if found is None or found[1] > front.max_body_bytes:
             self._hand_over(data)
             return
+        head, self._missing = found
         try:
-            self._front.admission.enter()
+            front.admission.enter()
             self._admitted = True
         except Overloaded as exc:
-            draining = self._front.admission.draining
-            self._front.metrics.refused.labels("draining" if draining else "full").inc()
+            draining = front.admission.draining
+            front.metrics.refused.labels("draining" if draining else "full").inc()
             self._refusal = exc
         else:
-            if self._front.door is not None:
-                self._visit = self._front.door.enter(head.fields.get("authorization", ""))
+            if front.door is not None:
+                self._visit = front.door.enter(head.fields.get("authorization", ""))
                 self._refusal = self._visit.refusal
                 if self._refusal is not None:  # its body may come as slowly as it likes
                     self._give_back()
-        self._head, self._missing = head, head.body_bytes
+        self._head = head
         self._since = self._loop.time()
         if end < len(data) or not self._missing:
             self._add(data[end:])
@@ -350,9 +352,7 @@ class ClientConnection(asyncio.Protocol):
                 body=body,
                 salt_header=fields.get("x-cache-salt", ""),
                 quality_header=fields.get(QUALITY_HEADER, ""),
-                passed_headers=visit.passed_headers(
-                    {name: fields[name] for name in PASSED_HEADERS if name in fields}
-                ),
+                passed_headers=visit.passed_headers(head.passed),
                 visit=visit,
                 task=self._task,
                 say=stream.say,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -170,11 +171,12 @@ class Generation:
 
         # 3. to 7. in `Attempts`, for one engine after the other.
         job = Job(inbound, parsed, prompt, salt, sink, record, short)
+        taken = self._streamed if parsed.stream else self._attempts.run
         if self._turns is None:
-            return await self._taken(job)
+            return await taken(job)
         await self._turns.enter(partial(self._place, job))
         try:
-            return await self._taken(job)
+            return await taken(job)
         finally:
             self._turns.leave()
         # 8. One log line for each request, with its outcome: see `_end`.
@@ -184,20 +186,15 @@ class Generation:
         job.record.begins(ROOM, self._clock.now())
         return self._order.key(job)
 
-    async def _taken(self, job: Job) -> WholeAnswer | Relayed:
-        """It goes to an engine now."""
-        return await (self._streamed(job) if job.parsed.stream else self._attempts.run(job))
-
-    async def _streamed(self, job: Job) -> WholeAnswer | Relayed:
+    def _streamed(self, job: Job) -> Coroutine[Any, Any, WholeAnswer | Relayed]:
+        """It goes to an engine now, and its client hears something now and then."""
 
         def answering(kept: ClientSink) -> Awaitable[WholeAnswer | Relayed]:
             job.sink = kept
             return self._attempts.run(job)
 
         headers = stream_headers(job.record)
-        return await kept_alive(
-            job.sink, headers, self._keepalives, answering, end_refused, end_broken
-        )
+        return kept_alive(job.sink, headers, self._keepalives, answering, end_refused, end_broken)
 
     def outcome(self, outcome: Outcome) -> None:
         """What D's agent reports of a transfer."""

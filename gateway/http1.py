@@ -203,15 +203,17 @@ class ResponseParser:
     @property
     def rearmable(self) -> bool:
         """It may read the next answer; after that to HEAD llhttp still waits for its body."""
-        return self.reusable and self._method != "HEAD"
+        return self._method != "HEAD" and self.reusable
 
     def close(self) -> None:
         """Let go of httptools' half, which holds this one: no garbage in circles."""
         self._parser = None
 
     def rearm(self, method: str) -> None:
-        """Read the next answer, to a request that follows on the same connection."""
-        assert self.rearmable
+        """Read the next answer, to a request that follows on the same connection, where this one
+        is `rearmable`.
+        """
+        assert self.complete
         self._method = method
         self._head_bytes = self._quiet_bytes = 0
         self._unread = b""

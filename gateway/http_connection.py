@@ -8,7 +8,7 @@ from collections.abc import Callable
 from enum import StrEnum
 from typing import cast
 
-from gateway.events import Channel, Chunks, Took
+from gateway.events import Channel, Took
 from gateway.http1 import Headers, KnownHeads, ResponseParser
 from gateway.outbox import Outbox
 from prfaas.errors import ProtocolError
@@ -76,19 +76,21 @@ class Connection(asyncio.Protocol):
         return f"<Connection {self.state} exchanges={self.exchanges}>"
 
     @property
-    def idle_s(self) -> float:
-        return self._loop.time() - self.idle_since
-
-    @property
     def still_s(self) -> float:
         """Since something was last sent or came."""
         return self._loop.time() - self._moved_at
 
-    @property
-    def usable(self) -> bool:
-        """A request may be sent, as far as can be known on this side."""
+    def usable(self, idle_s: float) -> bool:
+        """A request may be sent, as far as can be known on this side, and it has not been idle for
+        longer than that.
+        """
         transport = self._transport
-        return self.state is State.IDLE and transport is not None and not transport.is_closing()
+        return (
+            self.state is State.IDLE
+            and transport is not None
+            and not transport.is_closing()
+            and self._loop.time() - self.idle_since <= idle_s
+        )
 
     # --- one exchange ---
 
@@ -144,7 +146,10 @@ class Connection(asyncio.Protocol):
         parser = self._parser
         if parser is None or not parser.complete or len(parser.body) != 1:
             return b""
-        return self.take() or b""
+        parser.body_bytes = 0
+        if self._reading_paused:
+            self._resume()
+        return parser.body.pop()
 
     @property
     def has_news(self) -> bool:
@@ -241,23 +246,17 @@ class Connection(asyncio.Protocol):
             self.abort()  # nobody asked
             return
         before, self._moved_at = self._moved_at, self._loop.time()
-        if self._channel is not None and parser.chunks is not None:
-            took = self._past(self._channel, parser.chunks, data)
-            if took:
-                self._passed(took == Took.SLOW, before)
-                return
-        try:
-            parser.feed(data)
-        except ProtocolError as exc:
-            self._fail(exc.message)
-            return
         if self._taker is not None:
-            self._passed(self._pass_on(self._taker, parser), before)
-            return
-        if parser.body_bytes > HIGH_WATER_BYTES:
-            self._pause()
-        if parser.complete or parser.body or parser.headers is not None:
-            self._wake()
+            try:
+                over = self._pass_on(self._taker, parser, data)
+            except Exception as exc:  # raised where it is waited for
+                self._taker_error, over = exc, True
+            self._passed(over, before)
+        elif self._read(parser, data):
+            if parser.body_bytes > HIGH_WATER_BYTES:
+                self._pause()
+            if parser.complete or parser.body or parser.headers is not None:
+                self._wake()
 
     def eof_received(self) -> None:
         self._end("")
@@ -299,13 +298,32 @@ class Connection(asyncio.Protocol):
         self.abort()
         self._wake()
 
-    def _past(self, channel: Channel, chunks: Chunks, data: bytes) -> int:
-        """As `Channel.take`."""
+    def _read(self, parser: ResponseParser, data: bytes) -> bool:
+        """False where it is no answer, and has failed."""
         try:
-            return channel.take(chunks, data, self._moved_at)
-        except Exception as exc:  # raised where it is waited for
-            self._taker_error = exc
-            return Took.SLOW
+            parser.feed(data)
+        except ProtocolError as exc:
+            self._fail(exc.message)
+            return False
+        return True
+
+    def _pass_on(self, taker: Taker, parser: ResponseParser, data: bytes) -> bool:
+        """What has just come, to whom follows; True where the following is over. Raises what those
+        raise.
+        """
+        if self._channel is not None and parser.chunks is not None:
+            took = self._channel.take(parser.chunks, data, self._moved_at)
+            if took:
+                return took == Took.SLOW
+        if not self._read(parser, data):
+            return True
+        parts = parser.body
+        if not parts:
+            return parser.complete
+        piece = parts[0] if len(parts) == 1 else b"".join(parts)
+        parts.clear()
+        parser.body_bytes = 0
+        return taker(piece) or parser.complete
 
     def _passed(self, over: bool, before: float) -> None:
         """A piece went to whom follows; `before`: when the one before it came."""
@@ -315,20 +333,6 @@ class Connection(asyncio.Protocol):
         elif self._moved_at - before < MERGE_S:
             self._pause()
             self._loop.call_later(MERGE_S, self._merged)
-
-    def _pass_on(self, taker: Taker, parser: ResponseParser) -> bool:
-        """What has just come, to whom follows; True where the following is over."""
-        parts = parser.body
-        if not parts:
-            return parser.complete
-        piece = parts[0] if len(parts) == 1 else b"".join(parts)
-        parts.clear()
-        parser.body_bytes = 0
-        try:
-            return taker(piece) or parser.complete
-        except Exception as exc:  # raised where it is waited for
-            self._taker_error = exc
-            return True
 
     def _merged(self) -> None:
         if self._parser is not None and self._parser.body_bytes <= HIGH_WATER_BYTES:

@@ -33,7 +33,7 @@ class RequestLog:
     def __init__(self, spans: RequestSpans | None = None) -> None:
         """`spans` is told of each record too."""
         self._spans = spans
-        self._lines: list[str] = []
+        self._lines: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
         self._encoder = msgspec.json.Encoder()
         self._snapshots: dict[int, tuple[Snapshot, msgspec.Raw]] = {}
@@ -44,17 +44,17 @@ class RequestLog:
             self._spans.add(record)
         if not LOGGER.isEnabledFor(logging.INFO):
             return
-        fields = summary(record)
-        fields["snapshot"] = self._snapshot(fields["snapshot"])
-        self._lines.append(self._encoder.encode(fields).decode())
+        line = summary(record)
+        line.snapshot = self._shared(line.snapshot)
+        self._lines.append(self._encoder.encode(line))
         if len(self._lines) >= MAX_LINES:
             self.flush()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LATE_S, self.flush)
 
-    def _snapshot(self, snapshot: Snapshot | None) -> Snapshot | msgspec.Raw | None:
+    def _shared(self, snapshot: Snapshot | msgspec.Raw | None) -> Snapshot | msgspec.Raw | None:
         """Already in JSON where it is the same object as of an earlier request."""
-        if snapshot is None or snapshot.remotes:
+        if not isinstance(snapshot, Snapshot) or snapshot.remotes:
             return snapshot
         known = self._snapshots.get(id(snapshot))
         if known is None or known[0] is not snapshot:
@@ -70,13 +70,13 @@ class RequestLog:
             self._timer = None
         lines, self._lines = self._lines, []
         if lines:
-            _write(lines)
+            _write(b"\n".join(lines).decode())  # JSON holds no line breaks of its own
 
     def close(self) -> None:
         self.flush()
 
 
-def _write(lines: list[str]) -> None:
+def _write(lines: str) -> None:
     """To every handler that `logging` would call."""
     logger: logging.Logger | None = LOGGER
     while logger is not None:
@@ -87,16 +87,16 @@ def _write(lines: list[str]) -> None:
                 assert isinstance(handler, logging.StreamHandler)
                 _write_at_once(handler, lines)
             else:
-                for line in lines:
+                for line in lines.split("\n"):
                     handler.handle(_record(line))
         logger = logger.parent if logger.propagate else None
 
 
-def _write_at_once(handler: logging.StreamHandler[TextIO], lines: list[str]) -> None:
+def _write_at_once(handler: logging.StreamHandler[TextIO], lines: str) -> None:
     """What comes before and after a line is formatted once for all of them."""
     before, _, after = handler.format(_record(_PLACE)).partition(_PLACE)
     end = after + handler.terminator
-    text = "".join([f"{before}{line}{end}" for line in lines])
+    text = before + lines.replace("\n", end + before) + end
     handler.acquire()
     try:
         handler.stream.write(text)

@@ -156,18 +156,29 @@ class _Exchange:
         self.headers: Mapping[str, str] = _NO_HEADERS
 
     async def __aenter__(self) -> _Exchange:
-        used = self._pool.take_idle()
-        if used is not None:
+        pool = self._pool
+        used = pool.take_idle()
+        while True:
+            connection = used or await pool.connect()
             try:
-                return await self._ask(used)
+                connection.send(self._method, self._head, self._body, pool.at_work)
+                head = None
+                while head is None:
+                    await connection.more()
+                    head = connection.head()
             except Broken as exc:
+                pool.give_back(connection)
                 closed = exc.unheard and exc.phase == "progress"
-                if not closed or used.still_s > CLOSED_WHILE_IDLE_S:
+                if used is None or not closed or used.still_s > CLOSED_WHILE_IDLE_S:
                     raise self._translated(exc) from exc
-        try:
-            return await self._ask(await self._pool.connect())
-        except Broken as exc:
-            raise self._translated(exc) from exc
+                used = None
+            except BaseException:
+                pool.give_back(connection)
+                raise
+            else:
+                self.status, self.headers = head
+                self._connection = connection
+                return self
 
     async def __aexit__(
         self,
@@ -202,11 +213,12 @@ class _Exchange:
     async def read(self, limit_bytes: int) -> bytes:
         connection = self._connection
         assert connection is not None
+        body = connection.take_whole()
+        if body and len(body) <= limit_bytes:
+            return body
         if (connection.content_length or 0) > limit_bytes and self._method != "HEAD":
             raise self._too_large(limit_bytes)
-        body = connection.take_whole() or await self.next_piece()
-        if len(body) == connection.content_length:
-            return body
+        body = body or await self.next_piece()
         parts = []
         size = 0
         while body:
@@ -216,18 +228,6 @@ class _Exchange:
                 raise self._too_large(limit_bytes)
             body = await self.next_piece()
         return b"".join(parts)
-
-    async def _ask(self, connection: Connection) -> _Exchange:
-        try:
-            connection.send(self._method, self._head, self._body, self._pool.at_work)
-            while (head := connection.head()) is None:
-                await connection.more()
-        except BaseException:
-            self._pool.give_back(connection)
-            raise
-        self.status, self.headers = head
-        self._connection = connection
-        return self
 
     def _too_large(self, limit_bytes: int) -> EngineUnavailable:
         return EngineUnavailable(f"engine {self._name}: the answer is over {limit_bytes} bytes")

@@ -18,11 +18,8 @@ class Clock(Protocol):
 class SystemClock:
     """The machine's clocks."""
 
-    def now(self) -> float:
-        return time.monotonic()
-
-    def wall(self) -> float:
-        return time.time()
+    now = staticmethod(time.monotonic)  # itself: a request looks at it a dozen times
+    wall = staticmethod(time.time)
 
 
 SYSTEM_CLOCK = SystemClock()

@@ -66,11 +66,11 @@ class Visit:
         """Its tenant's; empty: nobody's in particular."""
         return "" if self.tenant is None else self.tenant.name
 
-    def passed_headers(self, headers: dict[str, str]) -> dict[str, str]:
+    def passed_headers(self, headers: Mapping[str, str]) -> Mapping[str, str]:
         """What goes on to an engine: the key of a tenant is for nobody but the gateway."""
-        if self._door is not None:
-            headers.pop("authorization", None)
-        return headers
+        if self._door is None:
+            return headers
+        return {name: value for name, value in headers.items() if name != "authorization"}
 
     def quality(self, header: str, settings: GatewaySettings) -> Quality:
         """Raises InvalidRequest and Forbidden."""

@@ -14,7 +14,7 @@ from gateway.admission import Admission, FallbackBudget
 from gateway.cluster_view import ClusterView, describe
 from gateway.dashboard.gather import Gatherer
 from gateway.metrics import GatewayMetrics
-from gateway.records import RecordBook, RequestRecord, detail, summary
+from gateway.records import RecordBook, RequestRecord, Summary, detail, summary
 from gateway.workers.dashboard import WorkersDashboard
 from gateway.workers.link import WorkerLink
 from gateway.workers.merged_metrics import Family, Kept, merged, read_counts, rendered
@@ -188,8 +188,8 @@ class Everyone:
         )
 
 
-def _told(record: RequestRecord, fields: Mapping[str, Any]) -> Told:
-    return Told(record.started_wall, msgspec.json.encode(fields))
+def _told(record: RequestRecord, told: Summary) -> Told:
+    return Told(record.started_wall, msgspec.json.encode(told))
 
 
 def _worst(parts: Any) -> list[dict[str, Any]]:

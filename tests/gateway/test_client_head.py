@@ -3,6 +3,7 @@
 import pytest
 
 from gateway.client_head import (
+    MAX_FIELDS,
     MAX_HEAD_BYTES,
     MAX_KNOWN,
     ClientHead,
@@ -23,12 +24,16 @@ def head_of(*fields: bytes, line: bytes = LINE) -> object:
     data = line + b"".join(fields) + b"\r\n"
     head, known = plain_head(data + b"hello", len(data)), KnownClientHeads()
     for _ in range(2):
-        assert seen(known.read(data + b"hello", len(data))) == seen(head)
+        assert seen(known.read(data + b"hello", len(data))) == seen(whole(head))
     return head
 
 
-def seen(head: ClientHead | None) -> object:
-    return head and (head.api, head.fields, head.body_bytes, head.usable)
+def whole(head: ClientHead | None) -> tuple[ClientHead, int] | None:
+    return head and (head, head.body_bytes)
+
+
+def seen(read: tuple[ClientHead, int] | None) -> object:
+    return read and (read[0].api, read[0].fields, read[0].passed, read[0].usable, read[1])
 
 
 def test_a_known_head_comes_with_any_length_and_nothing_else_different() -> None:
@@ -43,7 +48,7 @@ def test_a_known_head_comes_with_any_length_and_nothing_else_different() -> None
         for one, other in [(b"Content-Length: %d\r\n", b"accept: a\r\n"), *others]:
             text = LINE + one + other + b"\r\n"
             data = text % ((length,) * text.count(b"%d"))
-            assert seen(known.read(data, len(data))) == seen(plain_head(data, len(data)))
+            assert seen(known.read(data, len(data))) == seen(whole(plain_head(data, len(data))))
     assert len(known) == 3  # two spaces are rare, and two lengths are no head
 
 
@@ -72,6 +77,7 @@ def test_a_plain_head_has_what_we_act_on() -> None:
     assert head.fields == {
         "authorization": "Bearer k", "x-request-id": "a", "user-agent": "é"
     }  # fmt: skip
+    assert head.passed == {"authorization": "Bearer k", "user-agent": "é"}
     chat = head_of(LENGTH, line=LINE.replace(b"/comp", b"/chat/comp"))
     assert chat.api is Api.CHAT
 
@@ -118,11 +124,16 @@ def test_another_line_takes_the_long_way(line: bytes) -> None:
         (LENGTH, b"content-length : 5\r\n"),
         (LENGTH, b"user-agent: \xff\r\n"),
         (LENGTH, b"x: " + b"y" * MAX_HEAD_BYTES + b"\r\n"),
+        (LENGTH, b"x: y\r\n" * (MAX_FIELDS - 1)),
     ],
     ids=lambda fields: b"".join(fields)[:40].decode("latin-1"),
 )
 def test_anything_unusual_takes_the_long_way(fields: tuple[bytes, ...]) -> None:
     assert head_of(*fields) is None
+
+
+def test_so_many_fields_are_not_too_many() -> None:
+    assert head_of(LENGTH, b"x: y\r\n" * (MAX_FIELDS - 2)) is not None
 
 
 def test_a_request_without_a_host_takes_the_long_way() -> None:

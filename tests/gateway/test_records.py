@@ -95,7 +95,11 @@ def test_the_detail_adds_samples_to_the_summary(book: RecordBook) -> None:
     record: RequestRecord = book.open("r", "chat", "t", "k")
     record.saw_events(1, 1.0)
     record.saw_events(1, 1.5)
-    assert detail(record) == {**summary(record), "itl_s": [0.5], "stages_s": {}}
+    assert msgspec.to_builtins(detail(record)) == {
+        **msgspec.to_builtins(summary(record)),
+        "itl_s": [0.5],
+        "stages_s": {},
+    }
 
 
 def test_a_client_may_leave_once_it_has_all_of_its_stream(book: RecordBook) -> None:
