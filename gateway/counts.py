@@ -18,11 +18,15 @@ class Counts(Collector):
         self._name = name
         self._text = text
         self._labels = labels
-        self._counts: dict[tuple[str, ...], int] = {}
+        self._counts: dict[tuple[str, ...], int] = {} if labels else {(): 0}
 
     def inc(self, *values: str) -> None:
         """One more under these values of the labels, in their order."""
         self._counts[values] = self._counts.get(values, 0) + 1
+
+    def add(self, count: int, *values: str) -> None:
+        """So many more, 0 or more."""
+        self._counts[values] = self._counts.get(values, 0) + count
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)

@@ -61,10 +61,10 @@ class GatewayMetrics:
         self.registry = CollectorRegistry()
         self.requests = self._counts("requests", "Requests by HTTP status.", "target", "status")
         self.decisions = self._counts("decisions", "Decisions and why.", "target", "reason")
-        self.fallbacks = self._counter(
+        self.fallbacks = self._counts(
             "fallbacks", "Requests meant for a peer of which D prefilled some or all.", "reason"
         )
-        self.outcomes = self._counter(
+        self.outcomes = self._counts(
             "outcomes",
             "Transfers by how they ended; `unknown`: no agent said; `moved`: called off by us.",
             "status",
@@ -128,14 +128,14 @@ class GatewayMetrics:
         self.broken_streams = self._counter(
             "broken_streams", "Answers that broke off after their first byte.", "reason"
         )
-        self.offloaded_tokens = self._counter("offloaded_tokens", "Uncached tokens sent to peers.")
-        self.kv_raw_bytes = self._counter("kv_raw_bytes", "KV received from peers, decoded.")
-        self.kv_wire_bytes = self._counter("kv_wire_bytes", "KV received from peers, as sent.")
-        self.kv_prefix_bytes = self._counter(
+        self.offloaded_tokens = self._counts("offloaded_tokens", "Uncached tokens sent to peers.")
+        self.kv_raw_bytes = self._counts("kv_raw_bytes", "KV received from peers, decoded.")
+        self.kv_wire_bytes = self._counts("kv_wire_bytes", "KV received from peers, as sent.")
+        self.kv_prefix_bytes = self._counts(
             "kv_prefix_bytes",
             "KV not sent because D had it, decoded.",
         )
-        self.kv_quality = self._counter(
+        self.kv_quality = self._counts(
             "kv_quality_transfers", "Transfers that brought KV, by its quality class.", "quality"
         )
         self.ttft = self._histogram("ttft_seconds", "To the first event of a stream.", TTFT_BUCKETS)
@@ -217,15 +217,15 @@ class GatewayMetrics:
 
     def outcome(self, outcome: Outcome, token_bytes: int = 0) -> None:
         """Count what became of a transfer. `token_bytes`: raw KV of a token at D."""
-        self.outcomes.labels(word(outcome.status)).inc()
-        self.kv_raw_bytes.inc(outcome.raw_bytes)
-        self.kv_wire_bytes.inc(outcome.wire_bytes)
+        self.outcomes.inc(word(outcome.status))
+        self.kv_raw_bytes.add(outcome.raw_bytes)
+        self.kv_wire_bytes.add(outcome.wire_bytes)
         if outcome.received_tokens or outcome.reason == PREFIX_AT_D:
-            self.kv_prefix_bytes.inc(outcome.have_tokens * token_bytes)
+            self.kv_prefix_bytes.add(outcome.have_tokens * token_bytes)
         if outcome.quality:
-            self.kv_quality.labels(word(outcome.quality)).inc()
+            self.kv_quality.inc(word(outcome.quality))
         if outcome.status in FELL_BACK and outcome.reason != PREFIX_AT_D:
-            self.fallbacks.labels(word(outcome.reason)).inc()
+            self.fallbacks.inc(word(outcome.reason))
 
     def _counts(self, name: str, text: str, *labels: str) -> Counts:
         counts = Counts(f"prfaas_gateway_{name}", text, *labels)

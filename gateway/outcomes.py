@@ -16,7 +16,7 @@ from prfaas.snapshot import Outcome
 
 
 class Outcomes:
-    """Owns the log and the timers of outcomes that come late; close it with `close`, after the last
+    """Owns the log and the timer of outcomes that come late; close it with `close`, after the last
     request.
     """
 
@@ -36,7 +36,9 @@ class Outcomes:
         self._metrics = metrics
         self._log = RequestLog(spans)
         self._awaiting: dict[str, RequestRecord] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._late: dict[str, float] = {}
+        """Of requests that have ended, until when their lines wait for it, in order."""
+        self._timer: asyncio.TimerHandle | None = None
         self._waiters: dict[str, asyncio.Event] = {}
 
     def awaits(self, transfer_id: str) -> bool:
@@ -61,9 +63,7 @@ class Outcomes:
         token_bytes = record.snapshot.token_bytes if record.snapshot is not None else 0
         self._metrics.outcome(outcome, token_bytes)
         self._dispatcher.prefill_over(record)
-        timer = self._timers.pop(outcome.transfer_id, None)
-        if timer is not None:
-            timer.cancel()
+        if self._late.pop(outcome.transfer_id, None) is not None:
             self._log.add(record)
 
     async def wait(self, record: RequestRecord) -> Outcome | None:
@@ -88,28 +88,45 @@ class Outcomes:
         """Log a request, with its outcome where that comes soon."""
         if record.transfer_id in self._awaiting:
             # The feed is up to an interval behind; the log line waits for it a little.
-            self._timers[record.transfer_id] = asyncio.get_running_loop().call_later(
-                self._late_s, self._give_up, record.transfer_id
-            )
+            loop = asyncio.get_running_loop()
+            at = self._late[record.transfer_id] = loop.time() + self._late_s
+            if self._timer is None:
+                self._timer = loop.call_at(at, self._sweep, loop)
         else:
             self._log.add(record)
 
     def close(self) -> None:
         """Log what still waits for its outcome."""
-        for transfer_id in list(self._timers):
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for transfer_id in list(self._late):
             self._give_up(transfer_id)
         self._log.close()
 
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give up what is late, and come back when the next one would be: one timer for each would
+        be set and cancelled for next to nothing.
+        """
+        self._timer = None
+        now = loop.time()
+        while self._late:
+            transfer_id, at = next(iter(self._late.items()))
+            if at > now:
+                self._timer = loop.call_at(at, self._sweep, loop)
+                return
+            self._give_up(transfer_id)
+
     def _give_up(self, transfer_id: str) -> None:
         """Nobody told in time what became of a transfer: its agent is gone, or never saw it."""
-        self._timers.pop(transfer_id).cancel()
+        del self._late[transfer_id]
         record = self._awaiting.pop(transfer_id)
         self._unknown(record)
         self._log.add(record)
 
     def _unknown(self, record: RequestRecord, status: str = "unknown") -> None:
         """What became of its transfer is not known, and held against nobody."""
-        self._metrics.outcomes.labels(status).inc()
+        self._metrics.outcomes.inc(status)
         self._view.breakers.unjudged(record.engine, _sent_to(record))
 
 

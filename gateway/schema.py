@@ -92,6 +92,16 @@ class ParsedRequest:
     def has(self, name: str) -> bool:
         return name in self.fields
 
+    def token_ids(self, name: str) -> list[int] | None:
+        """A top-level field, where it is an array of nothing but whole numbers."""
+        raw = self._found.get(name) or self.fields.get(name)
+        if raw is None or bytes(memoryview(raw)[:1]) != b"[":
+            return None
+        try:
+            return _WHOLE_NUMBERS.decode(raw)
+        except msgspec.DecodeError:
+            return None
+
     def decode(self, name: str, kind: type[T]) -> T | None:
         """A top-level field, None where absent or null. Raises InvalidRequest naming it."""
         if name in self._decoded:
@@ -174,6 +184,7 @@ class _Completion(_Common):
 
 
 _NO_FEATURES: frozenset[str] = frozenset()
+_WHOLE_NUMBERS = msgspec.json.Decoder(list[int])
 _CHAT = msgspec.json.Decoder(_Chat)
 _WHOLE_CHAT = msgspec.json.Decoder(_WholeChat)
 _COMPLETION = msgspec.json.Decoder(_Completion)

@@ -13,7 +13,7 @@ import msgspec
 from gateway.prompt_memory import PromptMemory
 from gateway.schema import Api, ParsedRequest
 from prfaas.errors import ContextTooLong, InvalidRequest
-from prfaas.hashing import BlockHash, block_chain
+from prfaas.hashing import ID_BYTES, BlockHash, chain_on, ids_as_bytes, root_hash
 
 BYTES_PER_TOKEN = 4
 """English text has 3.8 to 4.7 bytes a token; used where nothing was tokenised."""
@@ -118,8 +118,8 @@ class Tokeniser:
         if ids is None:
             return guess(parsed, frozenset([feature] if feature else []))
         self._check_length(parsed, len(ids))
-        prefix = ids[:-1]  # the last prompt token is always computed by D
-        chains = {size: block_chain(prefix, size, salt) for size in block_sizes if size > 0}
+        prefix, root = ids_as_bytes(ids)[:-ID_BYTES], root_hash(salt)  # D computes the last token
+        chains = {size: chain_on(root, prefix, size)[0] for size in block_sizes if size > 0}
         return Prompt(len(ids), chains=chains, tokenised=True)
 
     async def _remembered(
@@ -205,6 +205,9 @@ class Tokeniser:
             raise _NotTokenised("template") from exc
 
     def _completion(self, parsed: ParsedRequest) -> Text | list[int] | None:
+        ids = parsed.token_ids("prompt")
+        if ids is not None:  # none of them has to be looked at one by one
+            return ids if not ids or 0 <= min(ids) <= max(ids) < _IDS else _token_array(ids)
         prompt = parsed.decode("prompt", str | list)  # type: ignore[arg-type]
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], (str, list)):
             if len(prompt) > 1:

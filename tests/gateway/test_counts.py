@@ -23,6 +23,17 @@ def test_nothing_counted_is_nothing_exposed() -> None:
     assert [line for line in lines(registry) if not line.startswith("#")] == []
 
 
+def test_a_count_without_labels_is_there_from_the_start() -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    counts, other = Counts("c", "text"), Counter("c", "text", registry=theirs)
+    ours.register(counts)
+    assert lines(ours) == lines(theirs)
+    for count in (7, 0, 1 << 40):
+        counts.add(count)
+        other.inc(count)
+        assert lines(ours) == lines(theirs)
+
+
 def lines(registry: CollectorRegistry) -> list[str]:
     text = generate_latest(registry).decode()
     return [line for line in text.splitlines() if "_created" not in line]
