@@ -16,6 +16,7 @@ from prfaas.profile import Profile
 
 Vector = npt.NDArray[np.float64]
 
+GOLDEN = (5**0.5 - 1) / 2
 POINTS = 1024
 """Points kept of a longer workload: each stands for neighbours in uncached length."""
 
@@ -53,13 +54,23 @@ class RequestMix:
         return profile.time_scale * profile.prefill.seconds_of(self.uncached, self.cached)
 
 
-def mix_of_lengths(lengths: Lengths, output_tokens: int, points: int = POINTS) -> RequestMix:
-    """Quantiles of generated prompts, of which nothing is cached."""
-    shares = (np.arange(points) + 0.5) / points
-    tokens = np.array([lengths.quantile(float(share)) for share in shares])
-    return RequestMix(
-        tokens, np.zeros(points), np.full(points, float(output_tokens)), np.full(points, 1 / points)
-    )
+def mix_of_lengths(lengths: Lengths, output: int | Lengths, points: int = POINTS) -> RequestMix:
+    """Quantiles of generated prompts, of which nothing is cached, with answers of one length, or
+    with quantiles of theirs that have nothing to do with the prompts'.
+    """
+    at = np.arange(points)
+    tokens = _quantiles(lengths, (at + 0.5) / points)
+    if isinstance(output, Lengths):
+        # In the order of golden steps any run of neighbouring prompts has all lengths of answers.
+        rank = np.argsort(np.argsort(at * GOLDEN % 1.0))
+        answers = _quantiles(output, (rank + 0.5) / points)
+    else:
+        answers = np.full(points, float(output))
+    return RequestMix(tokens, np.zeros(points), answers, np.full(points, 1 / points))
+
+
+def _quantiles(lengths: Lengths, shares: Vector) -> Vector:
+    return np.array([lengths.quantile(float(share)) for share in shares])
 
 
 def mix_of_requests(

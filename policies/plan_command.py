@@ -71,7 +71,7 @@ def _mix(
 ) -> tuple[RequestMix, str]:
     generator = scenario.workload
     if trace is None and generator.kind == "lengths":
-        return mix_of_lengths(generator.prompt, generator.output_tokens), ""
+        return mix_of_lengths(generator.prompt, generator.output or generator.output_tokens), ""
     source = open_source(trace, trace_format, generator)
     cache = CacheSpec.of(profiles.prefill.model, scenario.local.cache_tokens)
     return mix_of_requests(source, cache), source.note()

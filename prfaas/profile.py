@@ -30,7 +30,7 @@ Label = Literal["published", "derived", "measured", "data_sheet", "estimate"]
 class Part(BaseModel):
     """Base of all sections: frozen, strict, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 def _as_pairs(points: object) -> object:

@@ -6,10 +6,11 @@ import heapq
 import math
 import random
 from collections.abc import Iterator
+from itertools import repeat
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from policies.workload.request import BLOCK_TOKENS, Request
 from prfaas.profile import Part
@@ -25,6 +26,18 @@ class Lengths(Part):
     low_tokens: int = Field(128, ge=1, description="Shortest.")
     high_tokens: int = Field(131072, ge=1, description="Longest.")
 
+    @model_validator(mode="after")
+    def _bounds_hold_some(self) -> Self:
+        if self.high_tokens < self.low_tokens:
+            raise ValueError("high_tokens must be at least low_tokens")
+        # Half a token more and less: what is drawn is rounded, and one length is a fair wish.
+        if not self._cdf(self.high_tokens + 0.5) - self._cdf(self.low_tokens - 0.5) > 1e-6:
+            raise ValueError(
+                f"less than one draw in a million of mu {self.mu:g} and sigma {self.sigma:g} lies "
+                f"between {self.low_tokens} and {self.high_tokens} tokens"
+            )
+        return self
+
     def quantile(self, share: float) -> float:
         """Tokens that `share` of the draws do not exceed."""
         low, high = self._cdf(self.low_tokens), self._cdf(self.high_tokens)
@@ -36,6 +49,17 @@ class Lengths(Part):
 
     def _cdf(self, tokens: float) -> float:
         return 0.5 * math.erfc(-(math.log(tokens) - self.mu) / self.sigma / math.sqrt(2))
+
+
+class Answers(Lengths):
+    """Log-normal lengths of answers between two bounds; by default with the mean of a public trace
+    of conversations.
+    """
+
+    mu: float = Field(5.60, description="Mean of the logarithm of tokens.")
+    sigma: float = Field(0.70, gt=0, description="Deviation of the logarithm of tokens.")
+    low_tokens: int = Field(1, ge=1, description="Shortest.")
+    high_tokens: int = Field(8192, ge=1, description="Longest.")
 
 
 class Arrivals(Part):
@@ -91,8 +115,19 @@ class Generator(Part):
     seed: int = Field(0, ge=0, description="Seed of all draws.")
     arrivals: Arrivals = Field(Arrivals(), description="Of requests, or of sessions' first turns.")
     prompt: Lengths = Field(Lengths(), description="Prompts of single requests.")
-    output_tokens: int = Field(1024, ge=1, description="Tokens of every answer.")
+    output_tokens: int = Field(
+        1024, ge=1, description="Tokens of every answer, where `output` does not say it."
+    )
+    output: Answers | None = Field(
+        None, description="Lengths of answers, where they differ; none: all have `output_tokens`."
+    )
     sessions: Sessions = Field(Sessions(), description="For kind `sessions`.")
+
+    @model_validator(mode="after")
+    def _one_kind_of_answers(self) -> Self:
+        if self.output is not None and "output_tokens" in self.model_fields_set:
+            raise ValueError("output and output_tokens: give one of them, not both")
+        return self
 
     def stream(self) -> Iterator[Request]:
         """The requests, in order of arrival."""
@@ -100,13 +135,13 @@ class Generator(Part):
 
     def _single(self) -> Iterator[Request]:
         rng, lengths = random.Random(self.seed), random.Random(f"lengths {self.seed}")
-        times = self.arrivals.times(rng)
+        times, answers = self.arrivals.times(rng), self._answers()
         for number in range(self.requests):
-            yield Request(number, next(times), self.prompt.draw(lengths), self.output_tokens)
+            yield Request(number, next(times), self.prompt.draw(lengths), next(answers))
 
     def _in_sessions(self) -> Iterator[Request]:
         rng, shape = random.Random(self.seed), random.Random(f"sessions {self.seed}")
-        spec, starts = self.sessions, self.arrivals.times(rng)
+        spec, starts, answers = self.sessions, self.arrivals.times(rng), self._answers()
         waiting: list[tuple[float, int, tuple[int, ...], int, int]] = []
         next_start, session, made = next(starts), 0, 0
         system = tuple(range(-(spec.system_tokens // BLOCK_TOKENS), 0))
@@ -124,14 +159,24 @@ class Generator(Part):
             new = -(-tokens // BLOCK_TOKENS) - len(shared)
             blocks = (*shared, *range(next_block, next_block + new))
             next_block += new
-            yield Request(made, now, tokens, self.output_tokens, blocks)
+            answer = next(answers)
+            yield Request(made, now, tokens, answer, blocks)
             made += 1
             if turns > 1:
                 pause = rng.expovariate(1 / spec.think_s) if spec.think_s else 0.0
-                then = now + self.output_tokens * spec.answer_token_s + pause
-                more = tokens + self.output_tokens + spec.turn_tokens.draw(shape)
+                then = now + answer * spec.answer_token_s + pause
+                more = tokens + answer + spec.turn_tokens.draw(shape)
                 whole = blocks[: tokens // BLOCK_TOKENS]
                 heapq.heappush(waiting, (then, who, whole, more, turns - 1))
+
+    def _answers(self) -> Iterator[int]:
+        """Tokens of one answer after the other; drawn apart, so they change nothing else."""
+        if self.output is None:
+            yield from repeat(self.output_tokens)
+        else:
+            rng = random.Random(f"answers {self.seed}")
+            while True:
+                yield self.output.draw(rng)
 
     def _turns(self, rng: random.Random) -> int:
         """Geometric with the wanted mean."""

@@ -20,23 +20,32 @@ def plot_workload(columns: Columns, path: Path) -> None:
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     lengths, shares, arrivals, gaps = figure.subplots(2, 2).flat
     grid = np.linspace(0, 1, 501)
-    for name, values in (
-        ("prompt", columns.prompt),
-        ("uncached", columns.uncached),
-        ("output", columns.output),
+    for name, values, line in (
+        ("prompt", columns.prompt, "-"),
+        ("uncached", columns.uncached, "--"),  # over the prompts' where nothing is cached
+        ("output", columns.output, "-"),
     ):
-        lengths.plot(np.maximum(1, np.quantile(values, grid)), grid, label=name)
+        lengths.plot(np.maximum(1, np.quantile(values, grid)), grid, line, label=name)
     lengths.set(xscale="log", xlabel="tokens", ylabel="share of requests", title="Lengths")
     lengths.legend()
     share = columns.uncached / columns.prompt
-    shares.hist(share, bins=50, color="tab:blue")
-    shares.set(xlabel="uncached share of the prompt", ylabel="requests", title="Reuse")
+    shares.hist(share, bins=50, range=(0, 1), color="tab:blue")
+    shares.set(
+        xlabel="uncached share of the prompt", xlim=(-0.02, 1.02), ylabel="requests", title="Reuse"
+    )
     span = float(columns.arrival_s[-1] - columns.arrival_s[0])
     window = max(1, math.ceil(span / 200))
     at = ((columns.arrival_s - columns.arrival_s[0]) / window).astype(int)
     counts = np.bincount(at) / window
+    if len(counts) > 1:
+        counts = counts[:-1]  # the last window is not over
     arrivals.step(np.arange(len(counts)) * window, counts, where="post")
-    arrivals.set(xlabel="seconds", ylabel="requests a second", title=f"Arrivals, by {window} s")
+    arrivals.set(
+        xlabel="seconds",
+        ylim=(0, None),
+        ylabel="requests a second",
+        title=f"Arrivals, by {window} s",
+    )
     between = np.sort(np.diff(columns.arrival_s))
     if len(between) and between[-1] > 0:
         tail = 1 - (np.arange(len(between)) + 0.5) / len(between)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from statistics import fmean, pvariance
+
 import numpy as np
 import pytest
 
 from policies.mix import mix_of_lengths, mix_of_requests
 from policies.prefix_cache import CacheSpec
 from policies.profiles import find_profile
-from policies.workload.generate import Generator, Lengths
+from policies.workload.generate import Answers, Generator, Lengths
 from policies.workload.request import Request
 from prfaas.errors import ConfigError
 
@@ -49,3 +51,14 @@ def test_what_is_cached_depends_on_the_cache_and_one_token_is_always_computed() 
 def test_no_requests_are_an_error() -> None:
     with pytest.raises(ConfigError, match="no requests"):
         mix_of_requests([])
+
+
+def test_answers_that_differ_are_planned_with_all_their_lengths_beside_every_prompt() -> None:
+    mix = mix_of_lengths(Lengths(), Answers())
+    drawn = [r.output_tokens for r in Generator(requests=20000, output=Answers()).stream()]
+    assert mix.mean_output == pytest.approx(fmean(drawn), rel=0.02)
+    spread = mix.mean((mix.output - mix.mean_output) ** 2)
+    assert spread == pytest.approx(pvariance(drawn), rel=0.08)
+    assert abs(float(np.corrcoef(mix.uncached, mix.output)[0, 1])) < 0.02
+    for part in (mix.output[:100], mix.output[-100:]):
+        assert float(part.mean()) == pytest.approx(mix.mean_output, rel=0.05)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from itertools import pairwise
-from statistics import fmean, variance
+from statistics import fmean, median, variance
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from policies.workload.generate import Arrivals, Generator, Lengths, Sessions
+from policies.workload.generate import Answers, Arrivals, Generator, Lengths, Sessions
 from policies.workload.request import BLOCK_TOKENS
 
 
@@ -72,3 +75,69 @@ def test_sessions_grow_by_their_own_prefix() -> None:
         for block in row.blocks[: row.prompt_tokens // BLOCK_TOKENS]:
             seen[block] = row.number
     assert 0.4 < grown / len(rows) < 0.8
+
+
+@pytest.mark.parametrize(
+    ("kind", "digest"),
+    [
+        ("lengths", "38e0195b0b6353e7"),
+        ("sessions", "4a6e291204e0842a"),
+    ],
+)
+def test_what_is_generated_by_default_stays_as_it_is(kind: Any, digest: str) -> None:
+    """Results that are published were simulated with these rows."""
+    text = "\n".join(map(repr, Generator(kind=kind, requests=300).stream()))
+    assert sha256(text.encode()).hexdigest()[:16] == digest
+
+
+def test_answers_have_the_lengths_that_are_asked_for_and_change_nothing_else() -> None:
+    same = list(Generator(requests=20000).stream())
+    rows = list(Generator(requests=20000, output=Answers()).stream())
+    assert [(r.arrival_s, r.prompt_tokens) for r in rows] == [
+        (r.arrival_s, r.prompt_tokens) for r in same
+    ]
+    answers = [r.output_tokens for r in rows]
+    assert fmean(answers) == pytest.approx(345, rel=0.02)
+    assert median(answers) == pytest.approx(270, rel=0.02)
+    narrow = Answers(mu=4.0, sigma=2.0, low_tokens=20, high_tokens=40)
+    found = {r.output_tokens for r in Generator(requests=500, output=narrow).stream()}
+    assert min(found) == 20
+    assert max(found) == 40
+
+
+def test_the_next_turn_of_a_session_has_the_answer_before_in_its_prompt() -> None:
+    added = Lengths(mu=3.0, sigma=0.1, low_tokens=20, high_tokens=20)
+    talk = Sessions(turns=50.0, system_tokens=0, turn_tokens=added)
+    rows = list(
+        Generator(
+            kind="sessions", requests=40, sessions=talk, output=Answers(),
+            arrivals=Arrivals(rate_per_s=1e-9),
+        ).stream()
+    )  # fmt: skip
+    assert len({r.output_tokens for r in rows}) > 20
+    assert all(
+        b.prompt_tokens == a.prompt_tokens + a.output_tokens + 20
+        for a, b in pairwise(rows)
+        if b.prompt_tokens > 20  # 20 tokens are the first turn of another session
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"output": Answers(), "output_tokens": 3}, "give one of them, not both"),
+        ({"output": {"low_tokens": 9, "high_tokens": 8}}, "high_tokens must be at least"),
+        ({"output": {"mu": 40.0}}, "lies between 1 and 8192 tokens"),
+        ({"prompt": {"mu": float("nan")}}, "prompt.mu"),
+        ({"prompt": {"sigma": float("inf")}}, "prompt.sigma"),
+        ({"arrivals": {"rate_per_s": float("nan")}}, "arrivals.rate_per_s"),
+        ({"arrivals": {"rate_per_s": -1.0}}, "arrivals.rate_per_s"),
+    ],
+)
+def test_lengths_and_rates_that_make_no_sense_are_refused(
+    changes: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        Generator.model_validate(changes)
+    places = [".".join(map(str, e["loc"])) + " " + e["msg"] for e in refused.value.errors()]
+    assert any(said in place for place in places), places
