@@ -13,6 +13,7 @@ from typing import Any, Literal
 import click
 from pydantic import ValidationError
 
+from prfaas.cli_group import CommandGroup
 from prfaas.cli_planning import COMMANDS
 from prfaas.cli_tenants import tenants_group
 from prfaas.errors import ConfigError, PrfaasError
@@ -51,7 +52,7 @@ def _beside_an_engine(command: Command) -> Command:
     return command
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 @click.version_option(package_name="prfaas")
 def cli() -> None:
     """Cross-cluster Prefill-as-a-Service for LLM serving."""

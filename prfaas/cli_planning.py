@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from prfaas.cli_group import CommandGroup
 from prfaas.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -320,7 +321,7 @@ def _policy_settings(path: Path | None) -> PolicySettings:
     return policy if policy.file is None else load_policy_file(policy.file).settings()
 
 
-@click.group()
+@click.group(cls=CommandGroup)
 def profile() -> None:
     """Look at engine profiles."""
 

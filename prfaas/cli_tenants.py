@@ -10,6 +10,7 @@ from typing import Any, get_args
 import click
 from pydantic import ValidationError
 
+from prfaas.cli_group import CommandGroup
 from prfaas.errors import ConfigError
 from prfaas.settings import QualityName, validation_message
 from prfaas.tenants import (
@@ -54,7 +55,7 @@ def _bounds(command: Command) -> Command:
     return command
 
 
-@click.group("tenants")
+@click.group("tenants", cls=CommandGroup)
 def tenants_group() -> None:
     """Make and change the file of tenants; gateways read it again by themselves."""
 
