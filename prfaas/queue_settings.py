@@ -23,6 +23,11 @@ class QueueSettings(Section):
         gt=0,
         description="Order `srpt`: by arrival + this times the seconds of the prompt's prefill.",
     )
+    overtaken_s: float = Field(
+        4.0,
+        gt=0,
+        description="Order `srpt`: nothing that comes so much later goes first, however short.",
+    )
     deadline_s: float = Field(10.0, gt=0, description="Order `slack`: every prompt's deadline.")
     deadline_per_s: float = Field(
         0.0, ge=0, description="Order `slack`: so much more for each second of its prefill."
@@ -36,12 +41,13 @@ Key = Callable[[float, float], float]
 def order_key(order: QueueSettings) -> Key:
     """The key that an order sorts by.
 
-    `srpt`: a prompt is overtaken by shorter ones only for a time in proportion to its own length.
+    `srpt`: a prompt is overtaken by shorter ones only for a time in proportion to its own length,
+    and not for longer than `overtaken_s`.
     `slack`: the latest start that still meets the prompt's deadline.
     """
     if order.name == "srpt":
-        ageing = order.ageing
-        return lambda arrival_s, seconds: arrival_s + ageing * seconds
+        ageing, most_s = order.ageing, order.overtaken_s
+        return lambda arrival_s, seconds: arrival_s + min(ageing * seconds, most_s)
     if order.name == "slack":
         fixed_s, share = order.deadline_s, order.deadline_per_s - 1
         return lambda arrival_s, seconds: arrival_s + fixed_s + share * seconds

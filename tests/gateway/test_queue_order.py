@@ -30,6 +30,13 @@ def test_the_orders_are_those_of_the_simulator(name: str) -> None:
     assert QueueSettings().model_dump() == defaults
 
 
+def test_nothing_goes_first_that_came_later_than_it_may() -> None:
+    key = order_key(QueueSettings(name="srpt", ageing=2.0, overtaken_s=4.0))
+    assert key(10.0, 0.5) == 11.0
+    assert key(10.0, 2.0) == key(10.0, 200.0) == 14.0
+    assert key(13.9, 0.01) < key(10.0, 200.0) < key(14.1, 0.0)
+
+
 def policy_of(queue: QueueSettings | None = None) -> Any:
     return SimpleNamespace(queue=queue)
 
