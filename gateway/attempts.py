@@ -88,7 +88,7 @@ class Attempts:
         engine, better = self._choose(job), None
         refused: WholeAnswer | None = None
         while True:
-            record.recent_tokens = self._engines.sent(engine, prompt.chains, prompt.texts)
+            self._engines.sent(engine, prompt.chains, prompt.texts)
             last = len(record.tried) >= most
             try:
                 with engine.serving:
@@ -145,11 +145,12 @@ class Attempts:
         """The best engine that was not tried yet. Raises EngineUnavailable where there is none."""
         record, prompt = job.record, job.prompt
         record.begins(DECIDE, self._now())
-        engine = self._engines.choose(
+        chosen = self._engines.choose(
             prompt.chains, prompt.tokens, record.key, record.tried, prompt.texts
         )
-        if engine is None:
+        if chosen is None:
             raise EngineUnavailable("no decode engine is known", retry_after_s=RETRY_AFTER_S)
+        engine, record.recent_tokens = chosen
         record.engine = engine.name
         record.tried.append(engine.name)
         return engine

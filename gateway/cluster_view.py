@@ -256,8 +256,9 @@ class ClusterView:
     def transfers(self, engine: str) -> int:
         """Requests at `engine`, or on their way there, that wait for KV from a peer."""
         feed = self.feeds.get(engine)
-        known = feed.engine.waiting_kv if feed is not None else 0
-        return known + self._unshown(engine).transfers
+        if feed is None:
+            return 0
+        return feed.engine.waiting_kv + self._unshown(engine).transfers
 
     def _note_block_sizes(self) -> None:
         self._block_sizes = frozenset([f.engine.block_tokens for f in self.feeds.values()]) - {0}

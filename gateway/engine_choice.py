@@ -43,21 +43,25 @@ def rank_engines(
     Engines of unknown speed are compared by what is not cached there and how many requests they
     have, and what ties is spread by `key`.
     """
-    known = all(option.local.curve.known for option in options if option.usable)
-    fastest_s = min(
-        (o.local.curve.seconds(prompt_tokens) for o in options if o.local.curve.known),
-        default=0.0,
-    )
+    known, fastest_s = True, 0.0
+    for option in options:
+        curve = option.local.curve
+        if curve.known:
+            whole_s = curve.seconds(prompt_tokens)
+            if not fastest_s or whole_s < fastest_s:
+                fastest_s = whole_s
+        elif option.usable:
+            known = False
 
     def cost(option: EngineOption) -> tuple[bool, float, float]:
         local = option.local
-        load = local.load
+        load, curve = local.load, local.curve
         cached = min(max(local.matched_tokens, option.recent_tokens), prompt_tokens)
         busy = load.running + load.waiting + load.sent_requests + option.transfers
-        if known and local.curve.known:
-            ahead_s = local.curve.seconds(load.queue_tokens + load.sent_tokens)
-            own_s = local.curve.seconds(prompt_tokens - cached, cached)
-            whole_s = local.curve.seconds(prompt_tokens)
+        if known and curve.known:
+            ahead_s = curve.seconds(load.queue_tokens + load.sent_tokens)
+            own_s = curve.seconds(prompt_tokens - cached, cached)
+            whole_s = curve.seconds(prompt_tokens)
             if fastest_s < whole_s <= ALIKE * fastest_s:
                 own_s *= fastest_s / whole_s
             shared_s = busy * load.decode_step_s

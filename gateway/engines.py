@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from gateway.cluster_view import ClusterView
 from gateway.engine_choice import EngineOption, rank_engines
 from gateway.engine_probe import EngineProbe
-from gateway.engine_room import EngineRoom
+from gateway.engine_room import KEPT_S, EngineRoom
 from gateway.outliers import Outliers
 from gateway.recent_prefixes import RecentPrefixes
 from gateway.shared_prefixes import SharedPrefixes
@@ -119,6 +119,7 @@ class Engines:
         self.outliers = Outliers(clock, self._ejected)
         self._on_change = on_change
         self._room = EngineRoom(limits, view, clock)
+        self._room_found, self._room_until = 0, 0.0
         self.turns: Turns | None = None
         """Where requests wait for room; None where engines get as many as come."""
         if self._room.bounds:
@@ -141,6 +142,7 @@ class Engines:
         """One more, which the caller probes; it takes the place of another one of that name."""
         engine = Engine(name, upstream, self._limits, self._clock, self._changed, self._room)
         self._room.forget(name)
+        self._room_until = 0.0
         self._engines[name] = engine
         return engine
 
@@ -148,6 +150,7 @@ class Engines:
         """It gets nothing new; who is there already may go on."""
         if self._engines.get(engine.name) is engine:
             del self._engines[engine.name]
+            self._room_until = 0.0
             self.breakers.engines.pop(engine.name, None)
             self._lost_cache(engine)
             self.outliers.left(engine.name)
@@ -172,14 +175,17 @@ class Engines:
         key: str,
         tried: Collection[str] = (),
         texts: Sequence[int] = (),
-    ) -> Engine | None:
-        """The best one for a prompt that was not tried yet; None where there is none left.
+    ) -> tuple[Engine, int] | None:
+        """The best one for a prompt that was not tried yet, and how many tokens of it were sent
+        there shortly before; None where there is none left.
 
         Where none is usable it is the least bad: its answer says best what is wrong.
         """
-        left = [engine for engine in self if engine.name not in tried]
-        if len(left) < 2:
-            return left[0] if left else None
+        left = [engine for engine in self._engines.values() if engine.name not in tried]
+        if not left:
+            return None
+        if len(self._engines) < 2:
+            return left[0], 0
         block_tokens, chain = coarsest(chains, texts)
         names = self._names(block_tokens, chain)
         options = [
@@ -191,15 +197,20 @@ class Engines:
             )
             for engine in left
         ]
-        return self._engines[rank_engines(options, prompt_tokens, key)[0].local.name]
+        best = rank_engines(options, prompt_tokens, key)[0] if len(left) > 1 else options[0]
+        return self._engines[best.local.name], best.recent_tokens
 
     @property
     def room(self) -> int:
         """How many requests the engines that work may have together; where none does, as many as
-        come there, to hear what is wrong.
+        come there, to hear what is wrong. What was found holds for a moment.
         """
-        working = [engine.most for engine in self if self._works(engine)]
-        return sum(working) if working else sys.maxsize
+        now = self._clock.now()
+        if now >= self._room_until:
+            working = [engine.most for engine in self if self._works(engine)]
+            self._room_found = sum(working) if working else sys.maxsize
+            self._room_until = now + KEPT_S
+        return self._room_found
 
     def usable(self, engine: Engine) -> bool:
         """It works, and has room for one more request."""
@@ -215,18 +226,15 @@ class Engines:
             and self.breakers.engines[engine.name].allows
         )
 
-    def sent(self, engine: Engine, chains: Chains, texts: Sequence[int] = ()) -> int:
-        """A request goes there; how many tokens of it were sent there shortly before."""
+    def sent(self, engine: Engine, chains: Chains, texts: Sequence[int] = ()) -> None:
+        """A request goes there."""
         self.breakers.engines[engine.name].sent()
         if len(self._engines) < 2:
-            return 0
+            return
         block_tokens, chain = coarsest(chains, texts)
-        names = self._names(block_tokens, chain)
-        known = self._recent_tokens(engine, block_tokens, chain, names)
         self.recent.sent(engine.name, chain)
-        if names and self._shared is not None:
+        if self._shared is not None and (names := self._names(block_tokens, chain)):
             self._shared.sent(engine.name, names)
-        return known
 
     def texts(self, body: bytes, salt: str) -> list[int]:
         """Blocks of the text of a request that was not tokenised."""
@@ -292,6 +300,7 @@ class Engines:
         return self._engines.get(engine.name) is engine
 
     def _changed(self, engine: Engine) -> None:
+        self._room_until = 0.0
         if not engine.probe.reachable:  # whatever comes back has nothing cached
             self._lost_cache(engine)
             self.outliers.forget(engine.name)

@@ -24,7 +24,6 @@ from gateway.request_spans import RequestSpans
 from gateway.stages import UPSTREAM
 from prfaas.clock import Clock
 from prfaas.errors import (
-    Cancelled,
     EngineUnavailable,
     NotFound,
     Overloaded,
@@ -83,14 +82,8 @@ class Passing:
         answer: WholeAnswer | Relayed | None = None
         try:
             answer = await self._within_time(inbound, sink, record)
-        except asyncio.CancelledError:
-            record.fail(Cancelled("the client went away"))
-            raise
-        except PrfaasError as exc:
-            record.fail(exc)
-            raise
-        except BaseException:
-            record.fail(PrfaasError("internal error"))
+        except BaseException as exc:
+            record.broke_off(exc)
             raise
         else:
             note_answer(record, answer)
@@ -172,11 +165,12 @@ class Passing:
         left = self._limits.engine_attempts
         failed: PrfaasError | WholeAnswer | None = None
         while left:
-            engine = self._engines.choose(
+            chosen = self._engines.choose(
                 {}, body.body_bytes // 4, record.key, {*lacking, *record.tried}
             )
-            if engine is None:
+            if chosen is None:
                 break
+            engine, _ = chosen
             if failed is not None:
                 why = failed.kind if isinstance(failed, PrfaasError) else f"status_{failed.status}"
                 self._metrics.engine_retries.labels(record.engine, why).inc()

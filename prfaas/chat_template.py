@@ -29,8 +29,9 @@ class ChatTemplate:
     """
 
     def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        self._special_tokens = dict(special_tokens)
         environment = _environment()
+        self._known = {**environment.globals, "documents": None, **special_tokens}
+        """What all prompts have in common."""
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in sources.items():
             try:
@@ -56,14 +57,17 @@ class ChatTemplate:
         template = template or self._templates.get(_DEFAULT_TEMPLATE)
         if template is None:
             raise InvalidRequest("this model has no chat template", param="messages")
-        variables = {"documents": None} | self._special_tokens | template_kwargs
-        variables |= {
+        variables = {
+            **self._known,
+            **template_kwargs,
             "messages": [_plain(message) for message in messages],
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return template.render(variables)
+            # As `render`, which puts the same variables together anew each time.
+            context = template.new_context(variables, shared=True)
+            return "".join(template.root_render_func(context))
         except Exception as error:  # whatever a template trips over is in the caller's messages
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", param="messages"
