@@ -103,17 +103,24 @@ class Breakers:
             self.unjudged(engine, sent_to)
             return
         *others, last = outcome.tried
-        for place in others:  # of these only that they failed is known
-            self._links[engine, place].failed()
-        blame = blame_of(outcome.reason)
+        for at, place in enumerate(others):
+            if outcome.tried_reasons:
+                self._judge(engine, place, outcome.tried_reasons[at])
+            else:  # that it failed is all that is known
+                self._links[engine, place].failed()
         if not outcome.reason or outcome.status == "staged":
             self.works(engine, last)
-        elif blame is Blame.INSTANCE:
-            self._instances[last].failed()
-        elif blame is Blame.LINK:
-            self._links[engine, last].failed()
         else:
-            self.unjudged(engine, last)
+            self._judge(engine, last, outcome.reason)
+
+    def _judge(self, engine: str, place: str, reason: str) -> None:
+        blame = blame_of(reason)
+        if blame is Blame.INSTANCE:
+            self._instances[place].failed()
+        elif blame is Blame.LINK:
+            self._links[engine, place].failed()
+        else:
+            self.unjudged(engine, place)
 
     def works(self, engine: str, place: str) -> None:
         """KV came whole, of a request or of the probe that pairs them."""

@@ -233,3 +233,5 @@ class Outcome:
     """Class of the KV that came, the worst of its codecs'; empty: none came."""
     codecs: dict[str, int] = field(default_factory=dict)
     """Raw bytes by codec."""
+    tried_reasons: tuple[str, ...] = ()
+    """Why each of `tried` failed, empty where it did not; none: its agent does not say."""

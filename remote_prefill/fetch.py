@@ -205,6 +205,7 @@ class FetchJob:
         self._epoch += 1
         if link.name not in self._tally.tried[-1:]:
             self._tally.tried.append(link.name)
+            self._tally.tried_reasons.append("")
         receivers: list[Receiver] = []
         result = "complete"
         try:
@@ -240,10 +241,12 @@ class FetchJob:
                 await self._while_worth_it(asyncio.ensure_future(fetching), staging, receivers)
             else:
                 await fetching
+            self._tally.tried_reasons[-1] = ""
             return None
         except PrfaasError as exc:
             link.suspect(exc)
             result = exc.kind
+            self._tally.tried_reasons[-1] = reason_of(exc)
             log.info("%r: %s failed kind=%s: %s", self, link.name, exc.kind, exc.message)
             return exc
         finally:
@@ -389,5 +392,6 @@ class FetchJob:
                 tried=tuple(tally.tried),
                 quality=tally.quality or "",
                 codecs=dict(tally.codecs),
+                tried_reasons=tuple(tally.tried_reasons),
             ),
         )

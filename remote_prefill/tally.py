@@ -16,6 +16,8 @@ class Tally:
     """What the tries of a fetch came to, for its outcome."""
 
     tried: list[str] = field(default_factory=list)
+    tried_reasons: list[str] = field(default_factory=list)
+    """Why each of them failed the last time; empty where it did not."""
     peer: str = ""
     instance: str = ""
     remote_cached_tokens: int = 0

@@ -157,6 +157,7 @@ def _outcome_to_pb(value: Outcome) -> pb.OutcomeEvent:
         tried=value.tried,
         quality=value.quality,
         codecs=value.codecs,
+        tried_reasons=value.tried_reasons,
     )
 
 
@@ -165,6 +166,8 @@ def _outcome_from_pb(message: pb.OutcomeEvent) -> Outcome:
     for seconds in phases.values():
         if not math.isfinite(seconds):
             raise ProtocolError(f"OutcomeEvent.phases is {seconds}")
+    if message.tried_reasons and len(message.tried_reasons) != len(message.tried):
+        raise ProtocolError("OutcomeEvent.tried_reasons are not as many as tried")
     return Outcome(
         transfer_id=message.transfer_id,
         status=message.status,
@@ -182,6 +185,7 @@ def _outcome_from_pb(message: pb.OutcomeEvent) -> Outcome:
         tried=tuple(message.tried),
         quality=message.quality,
         codecs=dict(message.codecs),
+        tried_reasons=tuple(message.tried_reasons),
     )
 
 

@@ -56,6 +56,25 @@ def test_a_plan_whose_second_instance_saves_it_blames_the_first() -> None:
     assert breakers.allows_remote(D, Q)
 
 
+@pytest.mark.parametrize(
+    ("reason", "open_to_d", "open_to_others"),
+    [
+        ("overloaded", True, True),
+        ("peer_unavailable", False, True),
+        ("engine_unavailable", False, False),
+    ],
+)
+def test_the_first_of_a_plan_is_judged_by_what_it_said(
+    reason: str, open_to_d: bool, open_to_others: bool
+) -> None:
+    """Case 17: one that is full and says so has not failed, whoever else saves the transfer."""
+    saved = Outcome("t", "staged", tried=(P, Q), tried_reasons=(reason, ""))
+    breakers = after(*[saved] * FAILURES)
+    assert breakers.allows_remote(D, P) is open_to_d
+    assert breakers.allows_remote(OTHER, P) is open_to_others
+    assert breakers.allows_remote(D, Q)
+
+
 def test_a_good_transfer_between_keeps_it_closed() -> None:
     bad, good = outcome("local", "peer_unavailable"), outcome("staged")
     assert after(*[bad, bad, good] * 5).allows_remote(D, P)

@@ -74,6 +74,8 @@ async def test_a_refusal_goes_to_the_next_instance_and_then_local(
     d.engine.release(done)
     outcome = await d.outcome(params)
     assert outcome.tried == ("fra/p0", "fra/p1")
+    why, no_fault = outcome.tried_reasons
+    assert (why in ("overloaded", "peer_unavailable"), no_fault) == (True, ""), why
     assert outcome.instance == "p1"
     good.agent.drain()
     params = d.params("fra/p1", "fra/p0")

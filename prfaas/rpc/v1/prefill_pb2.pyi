@@ -399,7 +399,7 @@ class LinkSample(_message.Message):
     def __init__(self, peer: _Optional[str] = ..., instance: _Optional[str] = ..., link_class: _Optional[str] = ..., ready: bool = ..., detail: _Optional[str] = ..., goodput_bytes_per_s: _Optional[float] = ..., rtt_s: _Optional[float] = ..., in_flight_bytes: _Optional[int] = ..., wire_ratio: _Optional[float] = ..., age_s: _Optional[float] = ..., sessions: _Optional[int] = ..., goodput_age_s: _Optional[float] = ..., agent: _Optional[str] = ..., limit: _Optional[str] = ..., rate_bytes_per_s: _Optional[float] = ..., queueing_s: _Optional[float] = ..., stalled_s: _Optional[float] = ..., stalls: _Optional[int] = ..., retransmitted_bytes: _Optional[int] = ..., under_way_bytes: _Optional[int] = ..., held_bytes: _Optional[int] = ..., free_staging_bytes: _Optional[int] = ...) -> None: ...
 
 class OutcomeEvent(_message.Message):
-    __slots__ = ("transfer_id", "status", "reason", "peer", "instance", "have_tokens", "want_tokens", "received_tokens", "remote_cached_tokens", "raw_bytes", "wire_bytes", "hidden_wire_bytes", "phases", "tried", "quality", "codecs")
+    __slots__ = ("transfer_id", "status", "reason", "peer", "instance", "have_tokens", "want_tokens", "received_tokens", "remote_cached_tokens", "raw_bytes", "wire_bytes", "hidden_wire_bytes", "phases", "tried", "quality", "codecs", "tried_reasons")
     class PhasesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -430,6 +430,7 @@ class OutcomeEvent(_message.Message):
     TRIED_FIELD_NUMBER: _ClassVar[int]
     QUALITY_FIELD_NUMBER: _ClassVar[int]
     CODECS_FIELD_NUMBER: _ClassVar[int]
+    TRIED_REASONS_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     status: str
     reason: str
@@ -446,7 +447,8 @@ class OutcomeEvent(_message.Message):
     tried: _containers.RepeatedScalarFieldContainer[str]
     quality: str
     codecs: _containers.ScalarMap[str, int]
-    def __init__(self, transfer_id: _Optional[str] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., peer: _Optional[str] = ..., instance: _Optional[str] = ..., have_tokens: _Optional[int] = ..., want_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., remote_cached_tokens: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., hidden_wire_bytes: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., tried: _Optional[_Iterable[str]] = ..., quality: _Optional[str] = ..., codecs: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    tried_reasons: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, transfer_id: _Optional[str] = ..., status: _Optional[str] = ..., reason: _Optional[str] = ..., peer: _Optional[str] = ..., instance: _Optional[str] = ..., have_tokens: _Optional[int] = ..., want_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., remote_cached_tokens: _Optional[int] = ..., raw_bytes: _Optional[int] = ..., wire_bytes: _Optional[int] = ..., hidden_wire_bytes: _Optional[int] = ..., phases: _Optional[_Mapping[str, float]] = ..., tried: _Optional[_Iterable[str]] = ..., quality: _Optional[str] = ..., codecs: _Optional[_Mapping[str, int]] = ..., tried_reasons: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WatchEvent(_message.Message):
     __slots__ = ("seq", "full", "agent", "engines", "kv", "links", "outcomes", "started")

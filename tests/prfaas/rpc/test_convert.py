@@ -236,7 +236,8 @@ def test_watch_updates_come_out_equal() -> None:
                 wire_bytes=6,
                 hidden_wire_bytes=7,
                 phases={"connect": 0.5, "total": 1.0},
-                tried=("p/i",),
+                tried=("p/i", "p/j"),
+                tried_reasons=("overloaded", ""),
             ),
         ),
         started=("t1", "t2"),
@@ -258,6 +259,12 @@ def test_a_limit_that_only_newer_agents_know_is_as_good_as_not_said() -> None:
 def test_a_ragged_list_of_hashes_is_a_protocol_error() -> None:
     event = pb.WatchEvent(kv=[pb.KvIndexDelta(engine="e", stored=b"x" * 17)])
     with pytest.raises(ProtocolError, match="17 bytes"):
+        convert_watch.watch_from_pb(event)
+
+
+def test_reasons_are_as_many_as_instances_or_none() -> None:
+    event = pb.WatchEvent(outcomes=[pb.OutcomeEvent(tried=["p/i"], tried_reasons=["r", ""])])
+    with pytest.raises(ProtocolError, match="tried_reasons"):
         convert_watch.watch_from_pb(event)
 
 
