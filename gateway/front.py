@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import socket
 from collections.abc import Callable, Mapping
 from typing import cast
@@ -45,6 +46,9 @@ AHEAD_BYTES = 64 << 10
 """More than this sent before its turn, and a client is not read from any more."""
 SWEEP_S = 1.0
 CHUNKED = "transfer-encoding: chunked\r\n"
+
+CLOSED_BY_PEER = getattr(select, "POLLRDHUP", 0)
+"""Where there is none, only a connection that was reset is found out."""
 
 Fallback = Callable[[], asyncio.Protocol]
 
@@ -259,10 +263,14 @@ class ClientConnection(asyncio.Protocol):
         protocol.data_received(data)
 
     def tick(self, now: float, idle_s: float, slow_s: float) -> None:
-        """Close what has been idle for too long, and refuse a body that does not arrive."""
+        """Close what has been idle for too long, or has left with something unread, and refuse a
+        body that does not arrive.
+        """
         if self._transport is None or self._transport.is_closing():
             return
-        if self._head is None:
+        if self._reading_paused and _has_left(self._transport):
+            self.abort()
+        elif self._head is None:
             if now - self._since > idle_s:
                 self._transport.close()
         elif self._missing and now - self._since > slow_s:
@@ -486,3 +494,10 @@ class ClientStream:
             self._head = b""
         if not complete:
             self._connection.close_after_writing()
+
+
+def _has_left(transport: asyncio.Transport) -> bool:
+    """Its client has closed, of which nobody is told while nothing is read."""
+    watch = select.poll()
+    watch.register(transport.get_extra_info("socket").fileno(), CLOSED_BY_PEER)
+    return bool(watch.poll(0))

@@ -33,7 +33,7 @@ from gateway.stages import ROOM, TOKENISE
 from gateway.tokenise import Prompt, Tokeniser, guess
 from gateway.tokenizer_check import TokenizerCheck
 from prfaas.clock import Clock
-from prfaas.errors import Cancelled, EngineUnavailable, PrfaasError
+from prfaas.errors import EngineUnavailable
 from prfaas.hashing import cache_salt
 from prfaas.limits import Limits
 from prfaas.settings import GatewaySettings
@@ -112,9 +112,9 @@ class Generation:
         self._deadlines.begin(task)
         try:
             answer = await self._steps(inbound, sink, record)
-        except asyncio.CancelledError:
-            if not self._deadlines.expired(task):
-                record.fail(Cancelled("the client went away"))
+        except BaseException as exc:
+            if not isinstance(exc, asyncio.CancelledError) or not self._deadlines.expired(task):
+                record.broke_off(exc)
                 raise
             error = EngineUnavailable(
                 f"not finished within {self._limits.request_timeout_s:g} s", phase="total"
@@ -124,12 +124,6 @@ class Generation:
                 raise error from None
             note_answer(record, await end_broken(sink, error))
             return None
-        except PrfaasError as exc:
-            record.fail(exc)
-            raise
-        except BaseException:
-            record.fail(PrfaasError("internal error"))
-            raise
         else:
             note_answer(record, answer)
             if isinstance(answer, Relayed) or answer.said:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
@@ -135,6 +136,12 @@ class RequestRecord(msgspec.Struct):
             self.limit = error.param or error.kind
         elif error.phase == TURN:
             self.limit = TURN
+
+    def broke_off(self, error: BaseException) -> None:
+        """It ends with whatever this is, which its task goes on with."""
+        if isinstance(error, asyncio.CancelledError):
+            error = Cancelled("the client went away")
+        self.fail(error if isinstance(error, PrfaasError) else PrfaasError("internal error"))
 
     def completed(self) -> None:
         self.complete = True

@@ -283,6 +283,18 @@ async def test_what_is_sent_ahead_is_bounded(cluster: Any, monkeypatch: pytest.M
             assert text_of(await client.answer()) == "Hello, world."
 
 
+async def test_a_client_that_sent_much_ahead_and_leaves_stops_the_engine(
+    make_cluster: Any,
+) -> None:
+    async with make_cluster(limits={"slow_client_timeout_s": 0.4}) as cluster:
+        cluster.engine.script = Script(first_delay_s=60)
+        async with client_of(cluster) as client:
+            ahead = request(body_of(user="u" * (AHEAD_BYTES + 1000)))
+            client.writer.write(request(body_of()) + ahead)
+            await until(lambda: cluster.engine.seen, "the request")
+        await until(lambda: cluster.engine.seen[0].cancelled, "the engine to be told")
+
+
 async def test_idle_connections_are_closed(
     make_cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,11 +1,13 @@
 """The history is bounded, newest first, and holds enough to replay a decision."""
 
+import asyncio
+
 import msgspec
 import pytest
 
 from gateway.records import MAX_ITL_SAMPLES, RecordBook, RequestRecord, detail, summary
 from policies.least_ttft import LeastTtft
-from prfaas.errors import Cancelled, EngineUnavailable
+from prfaas.errors import Cancelled, EngineUnavailable, PrfaasError
 from prfaas.settings import PolicySettings
 from prfaas.snapshot import Decision, RequestFacts, Snapshot, Target
 from prfaas.testing.clock import ManualClock
@@ -74,6 +76,17 @@ def test_an_error_gives_status_and_kind(book: RecordBook) -> None:
     record = book.open("r", "chat", "t", "k")
     record.fail(EngineUnavailable("x"))
     assert (record.status, record.error) == ("502", "engine_unavailable")
+
+
+def test_whatever_ends_a_request_is_written_down(book: RecordBook) -> None:
+    record = book.open("r", "chat", "t", "k")
+    for error, status, kind in (
+        (EngineUnavailable("x"), "502", "engine_unavailable"),
+        (asyncio.CancelledError(), "499", "cancelled"),
+        (ZeroDivisionError("secret"), "500", PrfaasError.kind),
+    ):
+        record.broke_off(error)
+        assert (record.status, record.error) == (status, kind)
 
 
 def test_a_logged_decision_can_be_replayed(book: RecordBook) -> None:
