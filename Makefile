@@ -13,7 +13,7 @@ PIP_INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 INSTALL_INPUTS := pyproject.toml setup.py $(wildcard prfaas/codecs/csrc/* gateway/csrc/*) prfaas_connect/pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev venv-vllm run test test-real test-vllm test-clients lint format bench bench-gpu soak docs proto clean
+.PHONY: help venv venv-dev venv-vllm run test test-real test-vllm test-clients test-sanitized lint format bench bench-gpu soak docs proto clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -55,6 +55,9 @@ test-clients: venv-dev ## OpenAI's client and two public load tools against a lo
 	$(BIN)/python -m pytest tests/clients/test_openai_client.py $(ARGS)
 	@scripts/clients_env.sh || { code=$$?; [ $$code = 3 ] && exit 0; exit $$code; }; \
 	$(BIN)/python -m pytest -m slow tests/clients/test_load_tools.py $(ARGS)
+
+test-sanitized: venv-dev ## The tests of gateway/csrc with address and undefined-behaviour sanitizers
+	@BIN=$(BIN) scripts/sanitized_events.sh $(ARGS)
 
 lint: venv-dev ## ruff, formatting, mypy --strict
 	$(BIN)/ruff check .
