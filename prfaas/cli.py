@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Coroutine
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,6 +113,7 @@ def engine(
     settings = _settings(config, "engine", host=host, port=port, **options)
     if settings.engine.model is None and settings.engine.paced is None:
         raise ConfigError("engine.model: name a Hugging Face directory or a GGUF file (--model)")
+    _need_engine()
     from local_engine.serve import serve
 
     _run(serve(settings, _ready(ready_fd)))
@@ -179,6 +181,7 @@ def up(
     fleet: Path | None,
 ) -> None:
     """Run everything on this machine and show both paths of a request."""
+    _need_engine()
     if fleet is not None:
         if config or model or tls:
             raise click.UsageError("--fleet has its settings in its file: only --port and --once")
@@ -282,6 +285,7 @@ def calibrate_kv(
     threads: int,
 ) -> None:
     """Calibrate lossy KV codecs for a model, and measure what they do to its answers."""
+    _need_engine()
     import torch
 
     from local_engine.kv_calibration.run import calibrate
@@ -391,6 +395,12 @@ async def _reach_state(settings: StateSettings) -> None:
         await store.leave("prfaas-check")
     finally:
         await store.close()
+
+
+def _need_engine() -> None:
+    """Raise ConfigError where the packages of the embedded engine are not installed."""
+    if not (find_spec("torch") and find_spec("safetensors")):
+        raise ConfigError("the embedded engine needs torch: pip install 'prfaas[engine]'")
 
 
 def _vllm_options(options: dict[str, Any]) -> dict[str, Any]:

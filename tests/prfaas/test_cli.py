@@ -35,6 +35,18 @@ def test_help_names_every_command() -> None:
         assert f"  {command} " in done.stdout
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["up"], ["engine", "--model", "m"], ["calibrate-kv", "--model", "m", "--out", "kv.npz"]],
+)
+def test_without_the_engines_packages_what_runs_one_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr("prfaas.cli.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs torch: pip install 'prfaas\[engine\]'"):
+        CliRunner().invoke(cli, arguments, catch_exceptions=False)
+
+
 def test_a_wrong_setting_is_one_line_on_stderr_and_status_2(tmp_path: Path) -> None:
     file = tmp_path / "prfaas.yaml"
     file.write_text("gateway: {prot: 1}\nengine: {block_tokens: 0}\n")
