@@ -89,8 +89,10 @@ def read_log(path: Path) -> Iterator[Logged]:
                 if not isinstance(row, dict) or not row.get("decision"):
                     continue
                 yield _logged(row, f"{path}:{number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: it is not text: {error.reason}") from error
 
 
 def find(path: Path, request_id: str | None) -> Logged:

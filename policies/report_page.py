@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from prfaas.errors import ConfigError
+from prfaas.whole_file import whole_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,10 +102,8 @@ def number(value: float) -> str:
 def write_page(path: Path, template: str, **values: Any) -> None:
     """Fill the template of that name, one of `TEMPLATES`. Raises ConfigError."""
     page = _PAGES.get_template(template).render(**values)
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    with whole_file(path) as part:
+        part.write_text(page, encoding="utf-8")
 
 
 _BASE = """<!doctype html>

@@ -17,6 +17,7 @@ from policies.study import Progress, Score, StudySpec, Tuned, search, tune
 from policies.study_storage import shown as stored_at
 from prfaas.errors import ConfigError
 from prfaas.queue_settings import QueueSettings
+from prfaas.whole_file import whole_file
 
 EVERY_S = 2.0
 """Between two lines about how far a study is."""
@@ -110,12 +111,8 @@ def _require_writable(path: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     """At once: a gateway may be watching the file."""
-    part = path.with_name(f"{path.name}.part")
-    try:
+    with whole_file(path) as part:
         part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _front(options: TuneOptions, as_json: bool, reporter: Reporter) -> str:

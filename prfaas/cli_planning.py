@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -15,7 +16,21 @@ if TYPE_CHECKING:
     from prfaas.settings import PolicySettings
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
-_POSITIVE = click.FloatRange(0, min_open=True)
+
+
+class _Finite(click.FloatRange):
+    """A range takes `inf` and `nan`, with which nothing can be planned."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+_POSITIVE = _Finite(0, min_open=True)
 
 
 @click.command()
@@ -100,7 +115,7 @@ def workload(
 @click.option("--trace", type=_FILE, help="Workload from a trace; default: the scenario's own.")
 @click.option("--trace-format", help="mooncake, azure or request-log; default: seen in the file.")
 @click.option("--rate", type=_POSITIVE, help="Requests a second: generated so, or a trace sped up.")
-@click.option("--start", type=click.FloatRange(0), default=0, help="Leave out what comes before.")
+@click.option("--start", type=_Finite(0), default=0, help="Leave out what comes before.")
 @click.option("--prefill-nodes", type=click.IntRange(1), help="Of D's nodes, where they are split.")
 @click.option("--threshold", type=click.IntRange(0), help="Threshold in uncached tokens.")
 @click.option("--seed", type=click.IntRange(0), help="Of the generated workload.")

@@ -9,7 +9,7 @@ from policies.prefix_cache import CacheSpec
 from policies.scenario import load_scenario
 from policies.workload.describe import describe, read_columns
 from policies.workload.source import Source, open_source
-from prfaas.errors import ConfigError
+from prfaas.whole_file import whole_file
 
 
 def run_workload(
@@ -42,15 +42,12 @@ def run_workload(
 
 def write_mooncake(source: Source, path: Path) -> None:
     """Write requests as a Mooncake trace; times are in whole milliseconds there."""
-    try:
-        with path.open("w", encoding="utf-8") as out:
-            for r in source:
-                row = {
-                    "timestamp": round(r.arrival_s * 1e3),
-                    "input_length": r.prompt_tokens,
-                    "output_length": r.output_tokens,
-                    "hash_ids": list(r.blocks),
-                }
-                out.write(json.dumps(row) + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    with whole_file(path) as part, part.open("w", encoding="utf-8") as out:
+        for r in source:
+            row = {
+                "timestamp": round(r.arrival_s * 1e3),
+                "input_length": r.prompt_tokens,
+                "output_length": r.output_tokens,
+                "hash_ids": list(r.blocks),
+            }
+            out.write(json.dumps(row) + "\n")

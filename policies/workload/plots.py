@@ -9,6 +9,7 @@ import numpy as np
 
 from policies.workload.describe import Columns
 from prfaas.errors import ConfigError
+from prfaas.whole_file import whole_file
 
 
 def plot_workload(columns: Columns, path: Path) -> None:
@@ -55,7 +56,8 @@ def plot_workload(columns: Columns, path: Path) -> None:
         gaps.set(yscale="log", ylim=(1e-4, 1))
         gaps.legend()
     gaps.set(xlabel="seconds", ylabel="share longer", title="Time between arrivals")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
+    with whole_file(path) as part:
+        try:
+            figure.savefig(part)
+        except ValueError as error:  # a kind of picture that there is not
+            raise ConfigError(f"cannot write {path}: {error}") from error

@@ -25,6 +25,7 @@ from prfaas.settings import (
 )
 from prfaas.tenants import TenantFile, load_tenants
 from prfaas.tokens import Tokenizer
+from prfaas.whole_file import can_hold_files
 
 
 def named_files(
@@ -110,8 +111,7 @@ def gateway_places(gateway: GatewaySettings, findings: Findings) -> None:
     place = gateway.worker_dir
     if place is not None:
         key = "gateway.worker_dir"
-        there = next(each for each in (place, *place.absolute().parents) if each.exists())
-        if not (there.is_dir() and os.access(there, os.W_OK)):
+        if not can_hold_files(place):
             findings.fail(key, f"cannot make a directory in {place}", "let this user write there")
         else:
             findings.ok(key, f"{place} can be had")

@@ -13,6 +13,7 @@ from prfaas.errors import ConfigError
 from prfaas.limits import Limits
 from prfaas.up.calibration import Plan, Samples, measure, profiles, scenario
 from prfaas.up.client import OpenAIClient
+from prfaas.whole_file import can_hold_files, whole_file
 
 SCENARIO = "scenario.yaml"
 
@@ -27,17 +28,17 @@ def run_calibrate(
     say: Callable[[str], None],
 ) -> None:
     """Write scenario and profiles into `out`, which is made. Raises ConfigError, PrfaasError."""
+    if not can_hold_files(out):
+        raise ConfigError(f"cannot write {out}: no directory of ours", field="out")
     samples = asyncio.run(_measured(gateway, engine, plan, timeout_s, say))
     source = f"prfaas calibrate, {time.strftime('%Y-%m-%d')}, {plan.rounds} rounds"
     found = profiles(samples, max_batch, source)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        for name, profile in found.items():
-            (out / f"{name}.yaml").write_text(yaml.safe_dump(profile, sort_keys=False))
-        data = scenario(samples, plan.model, Limits().watch_interval_s)
-        (out / SCENARIO).write_text(yaml.safe_dump(data, sort_keys=False))
-    except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}", field="out") from error
+    data = scenario(samples, plan.model, Limits().watch_interval_s)
+    out.mkdir(parents=True, exist_ok=True)
+    files = {f"{name}.yaml": profile for name, profile in found.items()} | {SCENARIO: data}
+    for file, content in files.items():
+        with whole_file(out / file) as part:
+            part.write_text(yaml.safe_dump(content, sort_keys=False))
     say(f"written: {out / SCENARIO}, {', '.join(f'{name}.yaml' for name in found)}")
 
 

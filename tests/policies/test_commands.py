@@ -271,3 +271,19 @@ def test_profiles_are_listed_and_shown_as_files_that_engines_read(tmp_path: Path
         path = tmp_path / "p.yaml"
         path.write_text(run("profile", "show", name, "--tokenizer", "bytes").stdout)
         assert load_profile(path).tokenizer == tmp_path / "bytes"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "--gbit-per-s", "inf"],
+        ["plan", "--at-rate", "nan"],
+        ["plan", "--ttft-p90", "inf"],
+        ["simulate", "--rate", "inf"],
+        ["simulate", "--start", "nan"],
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_by_name(arguments: list[str]) -> None:
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == 2
+    assert f"'{arguments[1]}': {arguments[2]} is not a finite number" in done.output
