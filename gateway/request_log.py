@@ -18,7 +18,8 @@ LATE_S = 0.1
 MAX_LINES = 256
 MAX_SNAPSHOTS = 256
 
-_PLACE = "\x00line\x00"
+_PLACE = "@@line@@"
+"""Of characters that every formatter leaves as they are, and that no prefix of a line has."""
 _PLAIN = (logging.StreamHandler, logging.FileHandler)
 
 

@@ -65,6 +65,20 @@ def test_a_line_for_people_stays_one_whatever_is_said() -> None:
     assert rest[0].startswith("Traceback")
 
 
+async def test_lines_of_requests_are_written_for_people_too(stream: StringIO) -> None:
+    handler = logging.getLogger().handlers[-1]
+    assert isinstance(handler, logging.StreamHandler)
+    handler.setFormatter(TextFormatter())
+    log, book = RequestLog(), RecordBook(10, SYSTEM_CLOCK)
+    for number in range(2):
+        log.add(book.open(f"r{number}", "chat", "t", "k"))
+    log.close()
+    found = [line for line in stream.getvalue().splitlines() if REQUESTS in line]
+    heads, bodies = zip(*(line.split(f"INFO {REQUESTS}: ", 1) for line in found), strict=True)
+    assert [json.loads(body)["request_id"] for body in bodies] == ["r0", "r1"]
+    assert all(len(head) == len("2026-01-01 00:00:00,000 ") for head in heads)
+
+
 def test_what_cannot_be_written_as_utf_8_is_written_all_the_same() -> None:
     record = logging.makeLogRecord({"msg": "a header of \udc80", "name": "x"})
     assert json.loads(JsonFormatter().format(record))["message"] == "a header of \udc80"
