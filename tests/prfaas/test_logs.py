@@ -66,9 +66,9 @@ def test_a_line_for_people_stays_one_whatever_is_said() -> None:
 
 
 async def test_lines_of_requests_are_written_for_people_too(stream: StringIO) -> None:
-    handler = logging.getLogger().handlers[-1]
-    assert isinstance(handler, logging.StreamHandler)
-    handler.setFormatter(TextFormatter())
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.StreamHandler) and handler.stream is stream:
+            handler.setFormatter(TextFormatter())
     log, book = RequestLog(), RecordBook(10, SYSTEM_CLOCK)
     for number in range(2):
         log.add(book.open(f"r{number}", "chat", "t", "k"))
