@@ -18,7 +18,7 @@ def names() -> list[str]:
     return sorted(p.stem for p in modules if "\ndef run(quick: bool)" in p.read_text())
 
 
-@click.command()
+@click.command(epilog=f"Benchmarks: {', '.join(names())}.")
 @click.argument("name")
 @click.option("--quick", is_flag=True, help="Fewer points and rounds, within 5 minutes.")
 def main(name: str, quick: bool) -> None:
