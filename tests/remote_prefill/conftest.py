@@ -75,6 +75,13 @@ async def stack() -> AsyncIterator[AsyncExitStack]:
         yield stack
 
 
+async def started(engine: ScriptedEngine, stack: AsyncExitStack) -> ScriptedEngine:
+    """Connected to its agent; closed with the stack."""
+    stack.push_async_callback(engine.close)
+    await engine.start()
+    return engine
+
+
 Start = Callable[..., Awaitable[PrefillSite]]
 
 
@@ -109,9 +116,7 @@ async def prefill_site(stack: AsyncExitStack, tmp_path: Path) -> Start:
         site = PrefillSite(server, await server.start(), socket)
         stack.push_async_callback(site.channel.close)
         if engine is not None:
-            site.engine = ScriptedEngine(socket, **engine)
-            stack.push_async_callback(site.engine.close)
-            await site.engine.start()
+            site.engine = await started(ScriptedEngine(socket, **engine), stack)
             await eventually(lambda: site.agent.engine is not None)
         return site
 
@@ -228,9 +233,7 @@ async def decode_site(stack: AsyncExitStack, tmp_path: Path) -> Callable[..., An
         site = DecodeSite(server, await server.start(), socket)
         stack.push_async_callback(site.channel.close)
         if engine is not None:
-            site.engine = ScriptedEngine(socket, **engine)
-            stack.push_async_callback(site.engine.close)
-            await site.engine.start()
+            site.engine = await started(ScriptedEngine(socket, **engine), stack)
             await eventually(lambda: site.agent.side is not None)
         return site
 
