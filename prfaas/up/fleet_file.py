@@ -45,6 +45,18 @@ class FleetPeer(_Part):
     link_class: Literal["lan", "wan"] = Field("wan", description="Class of that line.")
 
 
+_RUNS, _PAUSED, _ENDED = "runs", "is paused", "has ended"
+_AFTER = {
+    ("kill", _RUNS): _ENDED,
+    ("kill", _PAUSED): _ENDED,
+    ("drain", _RUNS): _ENDED,
+    ("start", _ENDED): _RUNS,
+    ("pause", _RUNS): _PAUSED,
+    ("resume", _PAUSED): _RUNS,
+}
+"""How a process stands after a fault that fits how it stood."""
+
+
 class FleetFault(_Part):
     """One thing that goes wrong, or is mended, `at_s` after everything is ready."""
 
@@ -85,6 +97,20 @@ class Fleet(_Part):
                 raise ValueError(
                     f"faults: {fault.what!r} is none of {', '.join(sorted(known)) or 'nothing'}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _faults_fit(self) -> Self:
+        """Each other, so that nobody waits for a fleet to find out."""
+        stands: dict[str, str] = {}
+        for fault in sorted(self.faults, key=lambda each: each.at_s):
+            if fault.do == "link":
+                continue
+            now = stands.get(fault.what, _RUNS)
+            after = _AFTER.get((fault.do, now))
+            if after is None:
+                raise ValueError(f"faults: {fault.do} {fault.what} at {fault.at_s:g} s: it {now}")
+            stands[fault.what] = after
         return self
 
     @property

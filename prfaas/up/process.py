@@ -112,6 +112,7 @@ class ManagedProcess:
             return None
         try:
             self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)  # one that was frozen ends in order too
             status = await asyncio.wait_for(self.wait(), grace_s)
             return 0 if status == -signal.SIGTERM and not self._was_ready else status
         except TimeoutError:

@@ -80,6 +80,29 @@ def test_every_process_has_a_file_of_its_own(tmp_path: Path) -> None:
         ({"faults": [{"at_s": 1, "do": "link", "what": "fra"}]}, "`link` or `drop`"),
         ({"faults": [{"at_s": 1, "do": "link", "what": "x", "drop": True}]}, "'x' is none of fra"),
         ({"faults": [{"at_s": -1, "do": "kill", "what": "d-0-agent"}]}, r"faults\.0\.at_s"),
+        (
+            {"faults": [{"at_s": 3, "do": "start", "what": "d-0-agent"}]},
+            "start d-0-agent at 3 s: it runs",
+        ),
+        (
+            {
+                "faults": [
+                    {"at_s": 9, "do": "drain", "what": "d-0-agent"},
+                    {"at_s": 3, "do": "pause", "what": "d-0-agent"},
+                ]
+            },
+            "drain d-0-agent at 9 s: it is paused",
+        ),
+        (
+            {
+                "faults": [
+                    {"at_s": 3, "do": "kill", "what": "d-0-agent"},
+                    {"at_s": 4, "do": "start", "what": "d-0-agent"},
+                    {"at_s": 5, "do": "resume", "what": "d-0-agent"},
+                ]
+            },
+            "resume d-0-agent at 5 s: it runs",
+        ),
     ],
 )
 def test_a_wrong_file_is_named_with_its_key(

@@ -66,7 +66,8 @@ async def test_a_fault_that_takes_long_keeps_only_the_same_process_waiting(tmp_p
             self.done.append(f"{fault.do} {fault.what}")
 
     faults = [fault("start", "d-0-agent"), fault("pause", "d-0-agent"), fault("kill", "d-0-engine")]
-    fleet = Fleet(fleet_version=1, model="m", engines={"count": 1}, faults=faults)
+    fleet = Fleet(fleet_version=1, model="m", engines={"count": 1})
+    fleet = fleet.model_copy(update={"faults": tuple(faults)})
     plan = FleetPlan.create(fleet, tmp_path / "fleet.yaml", tmp_path)
     run, scripted = FleetRun(plan, Console()), Scripted()
     run._fleet = scripted

@@ -94,6 +94,13 @@ async def test_a_process_that_ignores_sigterm_is_killed_after_the_grace(tmp_path
     assert await supervisor.stop_all() == {"a": -signal.SIGKILL}
 
 
+async def test_a_process_that_is_frozen_ends_in_order_too(tmp_path: Path) -> None:
+    supervisor = Supervisor(stop_grace_s=30)
+    await supervisor.start([spec(tmp_path, "a", _SERVES)], 20)
+    supervisor.find("a").pause(True)
+    assert await supervisor.stop_all() == {"a": 0}
+
+
 async def test_a_process_stopped_before_it_is_ready_ended_cleanly(tmp_path: Path) -> None:
     process = ManagedProcess(spec(tmp_path, "a", "import time; time.sleep(60)"))
     await process.start()
