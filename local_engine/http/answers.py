@@ -27,7 +27,8 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Token counts; `cached_tokens` of the prompt were not computed anew anywhere.
+    """Token counts; `cached_tokens` of the prompt were not computed by this engine: it had them, or
+    they came from a peer, whether that had them or computed them now. As in vLLM.
 
     Several answers to one prompt share it: it counts once.
     """
