@@ -27,6 +27,7 @@ from policies.throughput import Fleet, remote_s
 from policies.workload.generate import Generator, Lengths, Sessions
 from policies.workload.request import Request, scaled
 from policies.workload.source import open_source, traces_folder
+from prfaas.errors import PrfaasError
 from prfaas.settings import PolicySettings
 
 LONGEST_TOKENS = 131_072
@@ -273,7 +274,10 @@ def main() -> None:
         if name not in SECTIONS:
             raise SystemExit(f"no section {name!r}; there are {', '.join(SECTIONS)}")
         print(f"\n# {name}")
-        SECTIONS[name]()
+        try:
+            SECTIONS[name]()
+        except PrfaasError as exc:
+            raise SystemExit(f"when: {exc.message}") from exc
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -22,7 +23,7 @@ from policies.simulator.objectives import failing
 from policies.simulator.result import Summary
 from policies.simulator.run import simulate
 from policies.site_shape import AS_IT_IS, PEER, PREFILL, Shape, spans, usual
-from policies.study_storage import open_storage, shown
+from policies.study_storage import open_storage, shown, storage_errors
 from policies.workload.request import Request, scaled
 from prfaas.errors import ConfigError
 from prfaas.settings import PolicySettings
@@ -258,7 +259,19 @@ def search(
 ) -> tuple[Problem, Study]:
     """As `tune`, without judging what was found."""
     problem = Problem.read(spec)
-    name = name or spec.study
+    with storage_errors(storage):
+        return problem, _searched(problem, storage, trials, jobs, name or spec.study, told)
+
+
+def _searched(
+    problem: Problem,
+    storage: str,
+    trials: int,
+    jobs: int,
+    name: str,
+    told: Callable[[Progress], None] | None,
+) -> Study:
+    spec = problem.spec
     study = open_study(spec, storage, name, problem.first())
     left = trials - finished(study)
     if left > 0 and jobs > 1:
@@ -271,6 +284,10 @@ def search(
             worker.start()
         try:
             run_trials(problem, study, trials, 0, told)
+        except BaseException:  # Ctrl-C is for all of them
+            for worker in workers:
+                worker.terminate()
+            raise
         finally:
             for worker in workers:
                 worker.join()
@@ -279,7 +296,7 @@ def search(
             raise ConfigError(f"{len(failed)} of {jobs} workers of the study ended with an error")
     elif left > 0:
         run_trials(problem, study, trials, 0, told)
-    return problem, study
+    return study
 
 
 def open_study(
@@ -468,10 +485,17 @@ def _optuna() -> Any:
         import optuna
     except ImportError as error:
         raise ConfigError("tuning needs Optuna: pip install 'prfaas[tune]'") from error
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)  # what fails is raised
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     return optuna
 
 
 def _work(spec: StudySpec, storage: str, name: str, trials: int, worker: int) -> None:
-    run_trials(Problem.read(spec), open_study(spec, storage, name), trials, worker)
+    try:
+        with storage_errors(storage):
+            run_trials(Problem.read(spec), open_study(spec, storage, name), trials, worker)
+    except ConfigError as error:
+        print(f"worker {worker}: {error.message}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:  # the first process says so
+        sys.exit(130)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -37,6 +39,30 @@ def open_storage(where: str) -> BaseStorage:
     if where.startswith(("redis://", "rediss://")):
         return _in_redis(where)
     return _in_database(where)
+
+
+@contextmanager
+def storage_errors(where: str) -> Iterator[None]:
+    """What a storage raises while a study runs, as ConfigError: a full disk, a database that went.
+
+    Optuna fails once more where it cannot note a failure; the storage's own word is what counts.
+    """
+    try:
+        yield
+    except Exception as error:
+        raised: BaseException | None = error
+        while raised is not None and not _of_a_storage(raised):
+            raised = raised.__cause__ or raised.__context__
+        if raised is None or isinstance(error, ConfigError):
+            raise
+        said = raised.strerror if isinstance(raised, OSError) else str(raised).partition("\n")[0]
+        raise ConfigError(f"the study's storage {shown(where)}: {said or raised}") from error
+
+
+def _of_a_storage(error: BaseException) -> bool:
+    return isinstance(error, OSError) or type(error).__module__.startswith(
+        ("redis.", "sqlalchemy.")
+    )
 
 
 def shown(where: str) -> str:

@@ -103,9 +103,9 @@ def run_tune(options: TuneOptions, as_json: bool, say: Callable[[str], None] = _
 def _require_writable(path: Path) -> None:
     """Before the search, which may take hours."""
     folder = path.parent
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(f"cannot write {path}: {folder} is no directory")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else folder, os.W_OK):
         raise ConfigError(f"cannot write {path}: it is a directory, or not ours to write")
 
 

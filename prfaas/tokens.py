@@ -49,10 +49,13 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path) -> Self:
         """Load from a Hugging Face directory or a `.gguf` file; ConfigError says what is wrong."""
-        if path.is_dir():
-            return cls._from_directory(path)
-        if path.is_file() and path.suffix == ".gguf":
-            return cls.from_gguf(GgufFile(path))
+        try:
+            if path.is_dir():
+                return cls._from_directory(path)
+            if path.is_file() and path.suffix == ".gguf":
+                return cls.from_gguf(GgufFile(path))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
         raise ConfigError(f"{path} is neither a model directory nor a .gguf file")
 
     @classmethod

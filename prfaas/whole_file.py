@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from os import W_OK, access
 from pathlib import Path
 
 from prfaas.errors import ConfigError
@@ -17,7 +17,8 @@ def whole_file(path: Path) -> Iterator[Path]:
 
     Raises ConfigError naming `path` where it cannot be written.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    # What os.path cannot look at is not there; methods of Path raise.
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         with _named(path):
             yield path
         return
@@ -25,7 +26,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     part = target.with_name(f"{target.stem}.part{target.suffix}")
     try:
         with _named(path):
-            if target.is_dir():
+            if os.path.isdir(target):
                 raise IsADirectoryError(0, "Is a directory")
             yield part
             part.replace(target)
@@ -36,8 +37,9 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 def can_hold_files(folder: Path) -> bool:
     """Whether the directory is there and ours to write, or can be made."""
-    there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    return there.is_dir() and access(there, W_OK)
+    tried = (folder, *folder.absolute().parents)
+    there = next(each for each in tried if os.path.exists(each))
+    return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)
 
 
 @contextmanager

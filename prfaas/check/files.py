@@ -104,7 +104,8 @@ def gateway_places(gateway: GatewaySettings, findings: Findings) -> None:
     log = gateway.tenants.audit_log
     if log is not None:
         key = "gateway.tenants.audit_log"
-        if log.is_dir() or not os.access(log if log.exists() else log.parent, os.W_OK):
+        place_of = log if os.path.exists(log) else log.parent
+        if os.path.isdir(log) or not os.access(place_of, os.W_OK):
             findings.fail(key, f"cannot write {log}", "let this user write there")
         else:
             findings.ok(key, f"{log} can be written")
@@ -140,9 +141,7 @@ def engine_files(engine: EngineSettings, findings: Findings) -> None:
     """What an engine of these settings reads, but for a model's weights."""
     if engine.model is not None and engine.paced is not None:
         findings.fail("engine.model", "so is engine.paced", "give one of them, not both")
-    if engine.model is not None and not engine.model.exists():
-        findings.fail("engine.model", f"{engine.model} does not exist", "correct the path")
-    else:
+    if engine.model is not None and _is_there("engine.model", engine.model, findings):
         _tokenizer("engine.model", engine.model, findings)
     if engine.paced is not None:
         _paced(engine.paced, findings)
@@ -186,6 +185,18 @@ def _paced(path: Path, findings: Findings) -> None:
         findings.fail(key, f"{path}: tokenizer: Field required", mend)
     elif _tokenizer(key, profile.tokenizer, findings) is not None:
         findings.ok(key, f"{profile.name}, {profile.label}")
+
+
+def _is_there(key: str, path: Path, findings: Findings) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        findings.fail(key, f"{path} does not exist", "correct the path")
+        return False
+    except OSError as exc:
+        findings.fail(key, f"cannot read {path}: {exc.strerror}", "let this user read it")
+        return False
+    return True
 
 
 def _tokenizer(key: str, path: Path | None, findings: Findings) -> Tokenizer | None:

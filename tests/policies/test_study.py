@@ -133,6 +133,26 @@ def test_a_storage_that_is_not_there_is_named_without_its_password(
     assert "secret" not in error.value.message
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_storage_that_fails_while_the_study_runs_is_named(
+    jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from optuna.storages.journal import JournalFileBackend
+
+    path, written = str(tmp_path / "study.journal"), []
+    append = JournalFileBackend.append_logs
+
+    def fills_up(self: Any, logs: Any) -> None:
+        written.append(logs)
+        if len(written) > 4:
+            raise OSError(28, "No space left on device")
+        append(self, logs)
+
+    monkeypatch.setattr(JournalFileBackend, "append_logs", fills_up)
+    with pytest.raises(ConfigError, match=f"storage {path}: No space left on device"):
+        tune(spec(tmp_path), path, trials=2, jobs=jobs)
+
+
 def test_a_file_of_something_else_is_no_storage(tmp_path: Path) -> None:
     other = tmp_path / "policy.yaml"
     other.write_text("policy_version: 1\n")
