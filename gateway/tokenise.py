@@ -106,11 +106,11 @@ class Tokeniser:
         """Tokenise and hash. Raises InvalidRequest for a prompt of the wrong type or length."""
         if self._tokenizer is None and parsed.api is Api.CHAT:
             return guess(parsed)  # whatever is in it: the engine is to judge that
-        loop = asyncio.get_running_loop()
         if self._memory is not None and self.reads(parsed.body_bytes):
             return await self._remembered(self._memory, parsed, block_sizes, salt)
         if parsed.body_bytes <= INLINE_BYTES:
             return self._prompt(parsed, block_sizes, salt)
+        loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, self._prompt, parsed, block_sizes, salt)
 
     def _prompt(self, parsed: ParsedRequest, block_sizes: frozenset[int], salt: str) -> Prompt:

@@ -162,7 +162,7 @@ def _outcome_to_pb(value: Outcome) -> pb.OutcomeEvent:
 
 
 def _outcome_from_pb(message: pb.OutcomeEvent) -> Outcome:
-    phases = dict(message.phases)
+    phases = dict(message.phases.items())
     for seconds in phases.values():
         if not math.isfinite(seconds):
             raise ProtocolError(f"OutcomeEvent.phases is {seconds}")
@@ -184,7 +184,7 @@ def _outcome_from_pb(message: pb.OutcomeEvent) -> Outcome:
         phases=phases,
         tried=tuple(message.tried),
         quality=message.quality,
-        codecs=dict(message.codecs),
+        codecs=dict(message.codecs.items()),
         tried_reasons=tuple(message.tried_reasons),
     )
 
