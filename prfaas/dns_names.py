@@ -123,11 +123,16 @@ class Names:
 
 
 def told_apart(hosts: Iterable[Host]) -> list[tuple[str, Host]]:
-    """With names of their own; of several ports of one host those after the first have it too."""
+    """With names of their own: those after the first of a label have their port in it too, and
+    their address where that is taken as well.
+    """
     found: dict[str, Host] = {}
     for host in hosts:
-        label = host.label if host.label not in found else f"{host.label}-{host.port}"
-        found.setdefault(label, host)
+        longer = f"{host.label}-{host.port}"
+        names = (host.label, longer, f"{longer}-{host.address}")
+        free = next((name for name in names if name not in found), None)
+        if free is not None:  # else it is the very same endpoint
+            found[free] = host
     return list(found.items())
 
 

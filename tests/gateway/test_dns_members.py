@@ -83,6 +83,20 @@ async def test_two_ports_of_one_host_are_two_engines(server: DnsServer) -> None:
     assert [e.name for e in members.engines] == ["d-0", "d-0-8001"]
 
 
+async def test_targets_that_begin_alike_are_all_engines(server: DnsServer) -> None:
+    """As pods of several namespaces are."""
+    server.records[SERVICE, "SRV"] = [f"0 0 8000 d-0.{at}.test." for at in "abc"]
+    for at in "abc":
+        server.records[f"d-0.{at}.test", "A"] = [f"10.0.1.{ord(at)}"]
+    asked = DnsEngines(name=SERVICE, kind="service")
+    members, _ = await find_engines(Names(server.address, TIMEOUT_S), asked, tls=False)
+    assert [(e.name, e.url) for e in members.engines] == [
+        ("d-0", "http://10.0.1.97:8000"),
+        ("d-0-8000", "http://10.0.1.98:8000"),
+        ("d-0-8000-10.0.1.99", "http://10.0.1.99:8000"),
+    ]
+
+
 async def test_a_target_that_does_not_resolve_keeps_its_address(server: DnsServer) -> None:
     names = Names(server.address, TIMEOUT_S)
     first, _ = await names.services(SERVICE)
