@@ -83,7 +83,7 @@ class Breaker:
     def failed(self) -> None:
         """Requests that were sent before it opened may still fail: they do not open it longer."""
         state = self.state
-        if state is BreakerState.OPEN:
+        if state is BreakerState.OPEN or (state is BreakerState.TRIAL and self._trial_at is None):
             return
         self._failures += 1
         if state is BreakerState.TRIAL:

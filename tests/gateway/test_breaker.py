@@ -68,6 +68,18 @@ def test_what_was_sent_before_it_opened_does_not_open_it_longer() -> None:
     assert breaker.allows
 
 
+def test_what_was_sent_before_it_opened_is_no_trial_either() -> None:
+    """Requests at an engine that hangs fail one after the other, for longer than it stays open."""
+    clock = ManualClock()
+    breaker = open_breaker(clock)
+    clock.advance(OPEN_FIRST_S)
+    breaker.failed()
+    assert (breaker.state, breaker.allows, breaker.opened) == (BreakerState.TRIAL, True, 1)
+    breaker.sent()
+    breaker.failed()
+    assert (breaker.state, breaker.opened) == (BreakerState.OPEN, 2)
+
+
 def test_a_trial_that_is_never_heard_of_is_tried_again() -> None:
     clock = ManualClock()
     breaker = open_breaker(clock)
