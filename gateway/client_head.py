@@ -112,7 +112,7 @@ class KnownClientHeads:
         length = _LENGTH_LINE.search(data, 0, end)
         if length is None:
             head = plain_head(data, end)
-            return head and (head, head.body_bytes)
+            return None if head is None else (head, head.body_bytes)
         start, stop = length.span(1)
         # No head that was read has a second such line, so it can be put in at one place only.
         key = data[:start] + data[stop:end]
