@@ -15,7 +15,8 @@ from prfaas.snapshot import Snapshot
 LOGGER = logging.getLogger("gateway.request")
 LATE_S = 0.1
 """A line is written this much after its request at the latest."""
-MAX_LINES = 256
+MAX_LINES = 64
+"""With more, what they are put together in is so large that malloc maps it anew each time."""
 MAX_SNAPSHOTS = 256
 
 _PLACE = "@@line@@"
