@@ -118,7 +118,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """`cached_tokens` were not computed for this answer, here or at a peer."""
+    """`cached_tokens` were not computed by the engine that answers, as in vLLM."""
 
     cached_tokens: int | None = None
 

@@ -24,7 +24,7 @@ class QueueSettings(Section):
         description="Order `srpt`: by arrival + this times the seconds of the prompt's prefill.",
     )
     overtaken_s: float = Field(
-        4.0,
+        8.0,
         gt=0,
         description="Order `srpt`: nothing that comes so much later goes first, however short.",
     )
