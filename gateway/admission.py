@@ -46,7 +46,7 @@ class Admission:
 
 
 class FallbackBudget:
-    """Uncached tokens of offloads that may still come back to D to be prefilled there (case 18).
+    """Uncached tokens of offloads that may still come back to D to be prefilled there.
 
     A grant ends when the outcome is known, the first token comes or the response ends, whichever is
     first; the last always happens within `request_timeout_s`.

@@ -39,7 +39,7 @@ class Dispatcher:
         offloaded.
 
         Raises PrefillUnavailable where the policy insists on remote, no instance can take the
-        request and `on_failure` forbids D (case 2).
+        request and `on_failure` forbids D.
         """
         decision, snapshot = record.decision, record.snapshot
         assert decision is not None

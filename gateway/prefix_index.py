@@ -26,7 +26,7 @@ class ExactPrefixIndex:
     """Holds one set of block hashes for each engine that publishes cache events; nothing to close.
 
     What an engine held is forgotten when its epoch changes, when it says so, and when a new stream
-    starts (case 8).
+    starts.
     """
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:

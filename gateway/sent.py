@@ -1,4 +1,4 @@
-"""What this gateway sent and the feeds do not show yet, so that a burst spreads (case 42)."""
+"""What this gateway sent and the feeds do not show yet, so that a burst spreads."""
 
 from __future__ import annotations
 

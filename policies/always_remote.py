@@ -19,7 +19,7 @@ class AlwaysRemote:
     """Offloads to the instance with the shortest queue. Stateless; nothing to close.
 
     Where no instance can take the request the plan is empty and the target still remote: it is
-    not this policy that falls back to D, but `on_failure` (case 2).
+    not this policy that falls back to D, but `on_failure`.
     """
 
     name = "always_remote"

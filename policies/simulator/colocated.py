@@ -126,10 +126,6 @@ class ColocatedNode:
     def decode_busy_s(self) -> float:
         return self._batch.busy_s
 
-    @property
-    def decode_waiting(self) -> int:
-        return len(self._arrived)
-
     def _wake(self) -> None:
         """Something is new: it is looked at when the step under way ends."""
         if self._busy:

@@ -116,7 +116,7 @@ async def test_connections_that_are_being_made_count() -> None:
 
 
 async def test_a_connection_closed_while_idle_costs_nobody_an_error() -> None:
-    """The server's timeout is shorter than ours, and its close crosses our request (case 40)."""
+    """The server's timeout is shorter than ours, and its close crosses our request."""
 
     async def play(peer: Peer) -> None:
         await peer.request()
