@@ -72,7 +72,7 @@ def loads(quick: bool) -> tuple[Load, ...]:
         # before them costs.
         Load("64KB-exact", 64_000, clients=16, requests=250 * scale, routers=EXACT_ROUTERS),
         Load("remote", 200, clients=16, requests=500 * scale, remote=True, routers=REMOTE_ROUTERS),
-        Load("paced", 200, clients=32, requests=64 * scale, stream=True, paced=True),
+        Load("paced", 200, clients=32, requests=192 * scale, stream=True, paced=True),
     )
 
 
