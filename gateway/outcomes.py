@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from gateway.cluster_view import ClusterView
+from gateway.deadlines import Expiry
 from gateway.dispatch import Dispatcher
 from gateway.live_policy import LivePolicy
 from gateway.metrics import GatewayMetrics
@@ -36,9 +37,8 @@ class Outcomes:
         self._metrics = metrics
         self._log = RequestLog(spans)
         self._awaiting: dict[str, RequestRecord] = {}
-        self._late: dict[str, float] = {}
-        """Of requests that have ended, until when their lines wait for it, in order."""
-        self._timer: asyncio.TimerHandle | None = None
+        self._late = Expiry(limits.watch_stale_s, self._give_up)
+        """Of requests that have ended, and whose lines wait for it."""
         self._waiters: dict[str, asyncio.Event] = {}
 
     def awaits(self, transfer_id: str) -> bool:
@@ -63,7 +63,7 @@ class Outcomes:
         token_bytes = record.snapshot.token_bytes if record.snapshot is not None else 0
         self._metrics.outcome(outcome, token_bytes)
         self._dispatcher.prefill_over(record)
-        if self._late.pop(outcome.transfer_id, None) is not None:
+        if self._late.end(outcome.transfer_id):
             self._log.add(record)
 
     async def wait(self, record: RequestRecord) -> Outcome | None:
@@ -88,38 +88,18 @@ class Outcomes:
         """Log a request, with its outcome where that comes soon."""
         if record.transfer_id in self._awaiting:
             # The feed is up to an interval behind; the log line waits for it a little.
-            loop = asyncio.get_running_loop()
-            at = self._late[record.transfer_id] = loop.time() + self._late_s
-            if self._timer is None:
-                self._timer = loop.call_at(at, self._sweep, loop)
+            self._late.begin(record.transfer_id)
         else:
             self._log.add(record)
 
     def close(self) -> None:
         """Log what still waits for its outcome."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        for transfer_id in list(self._late):
+        for transfer_id in self._late.close():
             self._give_up(transfer_id)
         self._log.close()
 
-    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give up what is late, and come back when the next one would be: one timer for each would
-        be set and cancelled for next to nothing.
-        """
-        self._timer = None
-        now = loop.time()
-        while self._late:
-            transfer_id, at = next(iter(self._late.items()))
-            if at > now:
-                self._timer = loop.call_at(at, self._sweep, loop)
-                return
-            self._give_up(transfer_id)
-
     def _give_up(self, transfer_id: str) -> None:
         """Nobody told in time what became of a transfer: its agent is gone, or never saw it."""
-        del self._late[transfer_id]
         record = self._awaiting.pop(transfer_id)
         self._unknown(record)
         self._log.add(record)

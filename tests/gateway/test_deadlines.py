@@ -42,7 +42,7 @@ def test_only_what_is_late_is_cancelled_in_its_order() -> None:
     run_virtually(main())
     assert log == ["c done", "a late", "b late"]
     assert len(deadlines) == 0
-    assert deadlines._timer is None
+    assert deadlines._running._timer is None
 
 
 def test_a_task_may_come_under_it_again() -> None:
@@ -66,8 +66,8 @@ async def test_who_is_cancelled_by_another_stays_cancelled() -> None:
         await task
     both = asyncio.create_task(under(deadlines, 5, "b", log))
     await asyncio.sleep(0)
-    deadlines._running[both] = 0.0
-    deadlines._sweep(asyncio.get_running_loop())
+    deadlines._running._until[both] = 0.0
+    deadlines._running._sweep(asyncio.get_running_loop())
     both.cancel()
     with pytest.raises(asyncio.CancelledError):
         await both
@@ -78,9 +78,9 @@ async def test_one_timer_for_many_and_none_after_close() -> None:
     deadlines, log = Deadlines(60), []
     tasks = [asyncio.create_task(under(deadlines, 0, str(i), log)) for i in range(3)]
     await asyncio.sleep(0)
-    timer = deadlines._timer
+    timer = deadlines._running._timer
     assert timer is not None
     await asyncio.gather(*tasks)
-    assert deadlines._timer is timer
+    assert deadlines._running._timer is timer
     deadlines.close()
     assert timer.cancelled()
