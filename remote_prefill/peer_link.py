@@ -155,10 +155,11 @@ class PeerLink:
             self._silent = True
             self._changed.set()
         if isinstance(error, PeerUnavailable | EngineUnavailable):
-            if error.field == "link":
+            # While it pairs anew, those that lost the link of before may only now say so.
+            if error.field == "link" and self.ready:
                 self._link_lost = True
-                if self.ready:  # no session is opened with a token that nobody knows
-                    self._set(PeerState.PAIRING, f"{self.name}: it has restarted")
+                # No session is opened with a token that nobody knows.
+                self._set(PeerState.PAIRING, f"{self.name}: it has restarted")
             self._changed.set()
 
     async def wait_ready(self, limit_s: float) -> None:
