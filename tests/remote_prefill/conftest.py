@@ -159,6 +159,17 @@ class DecodeSite:
         """Wait until the links are paired."""
         await eventually(lambda: all(self.link(name).ready for name in names))
 
+    async def half_sent(self, p: PrefillSite, params: Any, prompt: Any) -> tuple[Any, Any]:
+        """A fetch from `fra/p0` that stands before (chunk 1, layer 2); its answer and its session
+        here."""
+        await self.ready("fra/p0")
+        p.engine.script.stop_before = (1, 2)
+        _, answer = self.engine.begin_fetch(params, prompt)
+        await eventually(lambda: self.link("fra/p0").info().sessions)
+        (machine,) = self.link("fra/p0").sessions
+        await eventually(lambda: machine.ledger.frames == 5)
+        return answer, machine
+
     def outcomes(self) -> dict[str, Outcome]:
         """By transfer id; fails where one was reported twice."""
         found = {o.transfer_id: o for o in self.agent.feed.outcomes}

@@ -32,17 +32,6 @@ def served(site: Any) -> list[Any]:
     return [start for start, _ in site.engine.prefills if start.use_cache]
 
 
-async def half_sent(p: Any, d: Any, params: Any, prompt: Any) -> tuple[Any, Any]:
-    """A fetch from `fra/p0` of which one chunk and two layers are at D; its answer and session."""
-    await d.ready("fra/p0")
-    p.engine.script.stop_before = (1, 2)
-    _, answer = d.engine.begin_fetch(params, prompt)
-    await eventually(lambda: d.link("fra/p0").info().sessions)
-    (machine,) = d.link("fra/p0").sessions
-    await eventually(lambda: machine.ledger.frames == 5)
-    return answer, machine
-
-
 async def test_an_instance_nobody_listens_at_goes_local_at_once(
     decode_site: Any, tokens: Any
 ) -> None:
@@ -153,7 +142,7 @@ async def test_connections_cut_midway_go_on_where_they_were(
     link = await stack.enter_async_context(BendableLink(LinkShape()))
     d = await decode_site({"fra/p0": await link.forward("127.0.0.1", p.port)})
     prompt, params = tokens(PROMPT), d.params("fra/p0")
-    answer, machine = await half_sent(p, d, params, prompt)
+    answer, machine = await d.half_sent(p, params, prompt)
     link.drop_connections()
     await eventually(lambda: link.stats.connections)
     p.engine.script.go.set()
@@ -175,7 +164,7 @@ async def test_an_instance_that_stays_away_leaves_whole_chunks(
     link = await stack.enter_async_context(BendableLink(LinkShape()))
     d = await decode_site({"fra/p0": await link.forward("127.0.0.1", p.port)})
     prompt, params = tokens(PROMPT), d.params("fra/p0")
-    answer, _ = await half_sent(p, d, params, prompt)
+    answer, _ = await d.half_sent(p, params, prompt)
     link.refuse = True
     link.drop_connections()
     done = await asyncio.wait_for(answer, 5)

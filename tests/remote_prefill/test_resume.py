@@ -46,16 +46,6 @@ async def pair(
     return p, d
 
 
-async def stopped_midway(p: Any, d: Any, params: Any, prompt: Any) -> tuple[Any, Any]:
-    """A fetch that stands before (chunk 1, layer 2); its answer and its machine at D."""
-    p.engine.script.stop_before = (1, 2)
-    _, answer = d.engine.begin_fetch(params, prompt)
-    await eventually(lambda: d.link("fra/p0").info().sessions)
-    (machine,) = d.link("fra/p0").sessions
-    await eventually(lambda: machine.ledger.frames == 5)
-    return answer, machine
-
-
 async def whole(d: Any, answer: Any, prompt: Any) -> None:
     """It was staged, exactly; then given back."""
     done = await asyncio.wait_for(answer, 10)
@@ -141,7 +131,7 @@ async def test_a_session_that_p_has_forgotten_begins_again_at_its_whole_chunks(
     """
     p, d = await pair(prefill_site, decode_site, link, p_limits={"lease_s": 0.4})
     prompt, params = tokens(PROMPT), d.params("fra/p0")
-    answer, machine = await stopped_midway(p, d, params, prompt)
+    answer, machine = await d.half_sent(p, params, prompt)
     assert machine.lease_s == pytest.approx(0.4)
     link.up.flowing.clear()
     await eventually(lambda: not p.agent.sessions)
@@ -165,7 +155,7 @@ async def test_an_instance_that_has_restarted_goes_on_from_whole_chunks(
     d = await decode_site({"fra/p0": port})
     await d.ready("fra/p0")
     prompt, params = tokens(PROMPT), d.params("fra/p0")
-    answer, _ = await stopped_midway(p, d, params, prompt)
+    answer, _ = await d.half_sent(p, params, prompt)
     link.retarget(port, "127.0.0.1", new.port)
     link.drop_connections()
     await whole(d, answer, prompt)
@@ -189,7 +179,7 @@ async def test_an_instance_that_lost_the_session_and_stays_away_leaves_whole_chu
     d = await decode_site({"fra/p0": port, "fra/p2": other}, limits={"connect_timeout_s": 0.5})
     await d.ready("fra/p0", "fra/p2")
     prompt, params = tokens(PROMPT), d.params("fra/p0", "fra/p2")
-    answer, _ = await stopped_midway(p, d, params, prompt)
+    answer, _ = await d.half_sent(p, params, prompt)
     link.retarget(port, "127.0.0.1", new.port)
     link.drop_connections()
     await whole(d, answer, prompt)
@@ -251,7 +241,7 @@ async def test_a_flipped_bit_in_a_control_frame_breaks_the_stream_and_not_the_se
             assert d.engine.staged_is_right(done, prompt)
             d.engine.release(done)
     elif kind in (FrameType.RESUME, FrameType.ATTACH):
-        answer, _ = await stopped_midway(p, d, params, prompt)
+        answer, _ = await d.half_sent(p, params, prompt)
         link.drop_connections()
         await eventually(flipped)
         p.engine.script.go.set()
